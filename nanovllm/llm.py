@@ -34,7 +34,7 @@ class LLM:
     """An engine with one model.
 
     A process may have several LLMs, at the same time or one after another. Only one thread at a time may use an LLM:
-    other threads get a RuntimeError. But several threads may call `submit`.
+    other threads get a RuntimeError. But several threads may call `submit`, and any thread may call `close`.
 
     Examples:
         >>> [output] = LLM("tiny-qwen3").generate(["..."], SamplingParams(temperature=0))
@@ -136,8 +136,9 @@ class LLM:
         if isinstance(requests, list) and len(requests) > 1 and self.engine.config.order == "auto":
             from nanovllm.uses.admission import put_in_order
 
-            # Requests with a common prefix run together if the cache cannot hold all prefixes. Near the end of the list
-            # the longest requests start first, so that no long one is left alone. Each request keeps its seed.
+            # Requests with a common prefix run together if the cache cannot hold all prefixes. The last part of the
+            # list is sorted, the longest first. Otherwise a long request might still run alone when all others have
+            # ended. Each request keeps its seed.
             requests, note_end = put_in_order(self.engine, requests)
         with (
             ProgressBar(self.stats, total=total, desc=label, unit="prompt", disable=not show) as bar,
@@ -393,8 +394,8 @@ class LLM:
         if read is None:
             return ended, 0
         plan = read.plan
-        # In a step that only decodes, a sample follows every computed token, and no computed token is of a prompt. The
-        # second condition is needed, because a sample also follows a prompt's last token if this is computed alone.
+        # A step only decodes if every computed token gives a sample, and no computed token is of a prompt. The first of
+        # these tests is not enough: a step that computes only the last token of a prompt passes it, too.
         lengths = [seq.num_prompt_tokens for seq in read.seqs]
         are_decodes = plan.num_tokens == plan.num_sampled.sum() and (plan.num_computed >= lengths).all()
         return ended, -plan.num_tokens if are_decodes else plan.num_tokens

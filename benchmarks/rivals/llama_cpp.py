@@ -32,11 +32,7 @@ ARCHITECTURES = {
 }
 BATCH_TOKENS = 2048
 """n_batch, llama.cpp's own default."""
-FLASH = {
-    "kv_q8_0": llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED,
-    "flash": llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED,
-    "no_flash": llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED,
-}
+FLASH = {"kv_q8_0": "ENABLED", "flash": "ENABLED", "no_flash": "DISABLED"}
 """Of the modes that decide on flash attention."""
 ERROR = 4
 """llama.cpp's log level."""
@@ -282,7 +278,7 @@ def load(spec: dict[str, Any], mode: str) -> Engine:
     cache = "Q8_0" if has_small_cache else "F32" if kind == "F32" else "F16"
     params = llama_cpp.llama_context_default_params()
     if mode in FLASH:
-        params.flash_attn_type = FLASH[mode]
+        params.flash_attn_type = getattr(llama_cpp, f"LLAMA_FLASH_ATTN_TYPE_{FLASH[mode]}")
     params.n_ctx = num_slots * (-(-max(lens) // 256) * 256)
     params.n_batch = BATCH_TOKENS
     params.n_seq_max = params.n_outputs_max = num_slots

@@ -32,9 +32,10 @@ class Steps:
         """Run a part of a step of `size` sequences, and return its results.
 
         Args:
-            work: computes the part, and returns its results. Each step has its own `work`. All of one part and one size
-                read the same addresses: the staging buffer, the tables of `DeviceRows`, the caches and the weights.
-                Those of the sampler also read the results of the model part. So one recording can replace all of them.
+            work: computes the part, and returns its results. Each step has its own `work` function. All these
+                functions of one part and one size read the same addresses: the staging buffer, the tables of
+                `DeviceRows`, the caches and the weights. The functions of the sampler also read the results of the
+                model part. So one recording can stand for all functions of a part and a size.
                 `RecordedSteps` records the first `work` of a size. `CudaGraphs` records earlier, without any `work`: it
                 calls `ModelRunner.forward` and `sample_decodes`, which compute the same.
         """

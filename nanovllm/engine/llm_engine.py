@@ -70,8 +70,8 @@ class LLMEngine:
     A request becomes one sequence for each of its completions. A step computes some tokens of several sequences.
     `run` takes requests and calls `step` until all requests have ended. At depth 1 the host launches a step and waits
     for its result. At depth 2 the host plans and launches step N + 1 while the device runs step N, so it reads tokens
-    one step later. All depths run the same code; at depth 2 `_in_flight` has one more entry. In a pipeline the
-    depth is the number of stages, or one more if they are connected by NCCL and `overlap` is on.
+    one step later. All depths run the same code; at depth 2 `_in_flight` has one more entry. If each rank
+    has some of the layers (a pipeline), the depth is larger: see distributed/options.py.
     """
 
     def __init__(
@@ -189,8 +189,8 @@ class LLMEngine:
     ) -> Sequence:
         tokenizer = self.tokenizer
         prompt = request.prompt_token_ids
-        # The request's edits make masks when a step first needs them, and then keep them. The sequences use a copy of
-        # the edits. So the masks are freed with the sequences, even if the caller keeps the request.
+        # An object of edits makes its masks when a step first needs them, and then keeps them. The sequences get a copy
+        # of the object. So the masks are freed with the sequences, even if the caller keeps the request.
         edits = copy(request.edits) if lead is None else lead.edits
         seq = Sequence(
             seq_id,

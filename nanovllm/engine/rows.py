@@ -235,7 +235,7 @@ def pack_sampling(seqs: Seq[Sequence], vocab_size: int) -> NDArray[Any]:
     rows = []
     for seq in seqs:
         params = seq.params
-        # The fields have 32 bits. A value above its limit here has the same effect as the limit. The smallest
+        # The fields have 32 bits. So large values are cut with min(): a larger value has the same effect. The smallest
         # temperatures count as 0, because a kernel computes 1 / temperature, which would be infinite in float32.
         temperature = 0.0 if params.temperature < 1e-30 else min(params.temperature, 1e30)
         top_k = min(params.top_k, vocab_size)

@@ -36,8 +36,8 @@ class Scheduler:
     A prompt that does not fit into the budget is computed in chunks, over several steps. Only the sequence that was
     admitted last can be in this state. The reason: a sequence is admitted only by a step that computes all remaining
     tokens of the earlier sequences. After this step each earlier sequence needs at most one token per step. The
-    budget has room for these tokens, because the step that admitted the last sequence already had room for one token of
-    each sequence. (In a pipeline, which sets `choose_running`, other prompts may be computed in chunks, too.)
+    budget has room for these tokens: in the step that admitted the newest sequence it had room for one token of each
+    sequence. (In a pipeline, which sets `choose_running`, other prompts may be computed in chunks, too.)
 
     A step that preempts a sequence admits no sequence: the first in the queue is the preempted sequence, which has just
     lost its blocks to others. The step verifies no drafts either, because drafts take blocks, too.
@@ -401,9 +401,9 @@ class Scheduler:
         A step in flight may still write into these blocks. Example: a sequence ends with a stop token, and the next
         step is in flight and computes that token. The token's keys and values go to a block that may have a new owner
         by then. The step of the new owner is launched later, and the device runs steps in order, so the new owner's
-        keys and values replace them. In a second case another sequence finds the block by its prefix. It only
-        reads the block, so it would not repair a wrong value. This is safe, too: the ids of all tokens in a findable
-        block are fixed. So a late write stores the keys and values of these same tokens once more.
+        keys and values replace them. In a second case the block is still in the prefix cache, and another
+        sequence finds it and only reads it. The step in flight may still write into it. This is harmless: a block can
+        be found only if the ids of all its tokens are known, so this write stores the same keys and values once more.
         """
         self.blocks.release(seq)
         if self.scoring is not None:

@@ -98,7 +98,8 @@ def step_inputs_reference(planned: DevicePlan, block_tables: Tensor, last_token:
     indices = torch.arange(max(num_seqs, num_tokens), dtype=torch.int32, device=rows.device)
     seq_of_token = indices[:num_seqs].repeat_interleave(num_scheduled, output_size=num_tokens)
     seq_lens = planned.num_computed + num_scheduled
-    # A sequence's last token of this step has the position seq_lens - 1, and is token ends - 1 of the step.
+    # A token's position minus its index in the step is the same number for all tokens of a sequence. For the last one
+    # these are seq_lens - 1 and ends - 1, so the number is seq_lens - ends.
     positions = indices[:num_tokens] + (seq_lens - ends)[seq_of_token]
     block_tables = block_tables[rows]
     blocks = block_tables[seq_of_token, positions // block_size].long()
