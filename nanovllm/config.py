@@ -254,6 +254,7 @@ class ResolvedConfig(EngineConfig):
         block_size: tokens in a block of the KV cache.
         use_graphs: whether steps that only decode run as CUDA graphs.
         depth: how many steps may be launched before the first of them is read.
+        num_devices: how many devices the ranks have; on a CPU they share one.
         vocab_size: the model's number of token ids.
         refused_params: names of the sampling parameters that the backend does not have.
         draft: a draft model's "config" (a dict of this class's fields), "hf_config" and "folder"; None without one.
@@ -266,6 +267,7 @@ class ResolvedConfig(EngineConfig):
     use_graphs: bool
     depth: int
     vocab_size: int
+    num_devices: int = 1
     refused_params: Sequence[str] = ()
     draft: Mapping[str, Any] | None = None
 

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from nanovllm.commands.cli import json_or_text
-from nanovllm.commands.cost import Cost, Machine, Model, Step, ideal_steps, measure_machine, step_cost, synchronize
-from nanovllm.commands.doctor import read_processor
+from nanovllm.commands.cost import Cost, Machine, Model, Step, ideal_steps, measure_machine, step_cost
+from nanovllm.commands.doctor import name_device
 from nanovllm.commands.estimate import fetch_config
 from nanovllm.config import EngineConfig
 from nanovllm.engine.plan import StepResult
@@ -30,10 +30,10 @@ from nanovllm.load import resolve_options
 from nanovllm.models.shapes import PRESETS, preset_config
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.clock import Clock
-from nanovllm.utils.machine import list_sockets
 from nanovllm.version import __version__
 
-CPU_PRESET = {"num_seqs": 32, "input_len": [16, 128], "output_len": [16, 128], "dtype": "bfloat16"}
+WORKLOADS = {"cpu": {"num_seqs": 32, "input_len": [16, 128], "output_len": [16, 128], "dtype": "bfloat16"}}
+"""The values of --preset, and which defaults each of them changes."""
 WARM_UP_LEN = 1024
 """Most tokens of a prompt of the warm-up: a longer one would take as long as the run, and warm nothing more."""
 
@@ -43,7 +43,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", default="qwen3-0.6b", help=f"a folder, a Hugging Face id, or a shape: {', '.join(PRESETS)}")
     add("--load-format", choices=("auto", "dummy"), help="dummy: random weights, the default for a shape")
-    add("--preset", choices=("cpu",), help="cpu: 32 requests of 16..128 tokens in and out, in bfloat16; options win")
+    add("--preset", choices=WORKLOADS, help="cpu: 32 requests of 16..128 tokens in and out, in bfloat16; options win")
     add("--num-seqs", type=int, default=256, help="number of requests")
     add("--input-len", type=int, nargs=2, default=[100, 1024], metavar=("LO", "HI"), help="prompt lengths")
     add("--output-len", type=int, nargs=2, default=[100, 1024], metavar=("LO", "HI"), help="output lengths")
@@ -74,8 +74,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def read_options(parser: argparse.ArgumentParser, arguments: list[str] | None = None) -> argparse.Namespace:
     """Read a command line. A preset changes defaults, so options win."""
-    if parser.parse_known_args(arguments)[0].preset == "cpu":
-        parser.set_defaults(**CPU_PRESET)
+    parser.set_defaults(**WORKLOADS.get(parser.parse_known_args(arguments)[0].preset, {}))
     args = parser.parse_args(arguments)
     if args.load_format is None:
         args.load_format = "dummy" if args.model.lower() in PRESETS else "auto"
@@ -188,7 +187,7 @@ def run_engine(args: argparse.Namespace, workload: Workload, vocab_size: int, de
     def run(work: Workload) -> int:
         params = [SamplingParams(temperature=args.temperature, ignore_eos=True, max_tokens=n) for n in work.output_lens]
         outputs = llm.generate(work.prompts, params, use_tqdm=False)
-        synchronize(device)
+        torch.get_device_module(device).synchronize(device)
         return sum(len(output["token_ids"]) for output in outputs)
 
     with llm:
@@ -246,16 +245,13 @@ def evaluate(run: dict[str, Any], workload: Workload, model: Model, machine: Mac
 
 def describe(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
     """Return facts about the measurement: machine, threads, dtype, versions."""
-    num_cpus = sum(len(core) for cores in list_sockets() for core in cores)
-    processor = f"{read_processor()[0]}, {num_cpus} CPUs"
-    names = ["transformers"] + (["triton", "flash-attn"] if device.type == "cuda" else [])
     installed = {dist.metadata["Name"]: dist.version for dist in importlib.metadata.distributions()}
     return {
-        "machine": torch.cuda.get_device_name(device) if device.type == "cuda" else processor,
+        "machine": name_device(device),
         "threads": torch.get_num_threads(),
         "dtype": str(dtype).removeprefix("torch."),
         "versions": {"nanovllm": __version__, "python": platform.python_version(), "torch": torch.__version__}
-        | {name: installed[name] for name in names if name in installed},
+        | {name: installed[name] for name in ("transformers", "triton", "flash-attn") if name in installed},
     }
 
 
@@ -326,8 +322,7 @@ def measure(args: argparse.Namespace, about: Mapping[str, Any], compare: Callabl
     lengths = tuple(args.input_len), tuple(args.output_len)
     workload = make_workload(args.num_seqs, *lengths, vocab, args.shared_prefix, args.seed)
     machine = Machine(*args.machine_rates) if args.machine_rates else measure_machine(device, dtype)
-    ranks = resolved.num_ranks if device.type == "cuda" else 1  # ranks on a CPU share its memory and cores
-    whole = Machine(*(rate * ranks for rate in (machine.copy_rate, machine.read_rate, machine.matmul_rate)))
+    whole = machine.times(resolved.num_devices)
     budget = args.max_num_batched_tokens or resolved.max_num_batched_tokens
     steps = ideal_steps(workload.lengths, args.max_num_seqs, budget, args.shared_prefix)
     floor = sum((step_cost(model, whole, *step) for step in steps), Cost())

@@ -9,12 +9,13 @@ weights between steps. Launches and host work are free.
 import functools
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
+from nanovllm.backends import Backend, make_backend
 from nanovllm.config import ResolvedConfig
 from nanovllm.layers.linear import MatrixModule
 from nanovllm.models.qwen3_5.delta_net import DeltaNet
@@ -134,6 +135,10 @@ class Machine:
         """The better of the two rates. On most CPUs a copy also reads the memory that it overwrites."""
         return max(self.copy_rate, self.read_rate)
 
+    def times(self, number: int) -> "Machine":
+        """Return the rates of so many of these machines together."""
+        return Machine(number * self.copy_rate, number * self.read_rate, number * self.matmul_rate)
+
 
 MACHINES = {
     "h100": ("cuda", 80, 3350, 989),
@@ -247,44 +252,39 @@ def ideal_steps(
         running = [sequence for sequence in running + started if sequence[1] > 0]
 
 
+MEASURED = {"cpu": (512 << 20, (2048, 6144, 1024)), "cuda": (4 << 30, (8192, 8192, 8192))}
+"""For each type of device: the bytes that are copied and read, and the sizes m, n and k of the product."""
+
+
 def measure_machine(device: torch.device, dtype: torch.dtype) -> Machine:
     """Measure a large copy, a large sum and a large product in dtype; each rate is the best of a few tries.
 
-    On a CPU the product is also tried in float32, which is faster if the processor has no instructions for dtype.
+    The product is also tried in float32, which is faster if the device has no instructions for dtype.
     """
-    on_gpu = device.type == "cuda"
-    count = (4 << 30 if on_gpu else 512 << 20) // 4
-    source = torch.ones(count, device=device)
-    target = torch.empty(count, device=device)
-    num_bytes = source.nbytes
-    copy_rate = 2 * num_bytes / _best_seconds(functools.partial(target.copy_, source), device)
-    read_rate = num_bytes / _best_seconds(source.sum, device)
+    backend = make_backend("torch", device)
+    num_bytes, (m, n, k) = MEASURED[device.type]
+    source = torch.ones(num_bytes // 4, device=device)
+    target = torch.empty_like(source)
+    copy_rate = 2 * num_bytes / _best_seconds(functools.partial(target.copy_, source), backend)
+    read_rate = num_bytes / _best_seconds(source.sum, backend)
     del source, target
-    m, n, k = (8192, 8192, 8192) if on_gpu else (2048, 6144, 1024)
     seconds = float("inf")
-    for kind in {dtype} if on_gpu else {dtype, torch.float32}:
+    for kind in {dtype, torch.float32}:
         x = torch.randn(m, k, device=device).to(kind)
         weight = torch.randn(n, k, device=device).to(kind)
-        seconds = min(seconds, _best_seconds(functools.partial(torch.nn.functional.linear, x, weight), device))
+        seconds = min(seconds, _best_seconds(functools.partial(torch.nn.functional.linear, x, weight), backend))
         del x, weight
-    matmul_rate = 2 * m * n * k / seconds
-    if on_gpu:
-        torch.cuda.empty_cache()  # the engines run in other processes, which need the memory
-    return Machine(copy_rate, read_rate, matmul_rate)
+    backend.release_memory()  # the engines run in other processes, which need the memory
+    return Machine(copy_rate, read_rate, 2 * m * n * k / seconds)
 
 
-def _best_seconds(run: Any, device: torch.device, tries: int = 7) -> float:
+def _best_seconds(run: Callable[[], object], backend: Backend) -> float:
     best = float("inf")
     with torch.inference_mode():
-        for _ in range(tries):
-            synchronize(device)
+        for _ in range(7):
+            backend.synchronize()
             start = time.perf_counter()
             run()
-            synchronize(device)
+            backend.synchronize()
             best = min(best, time.perf_counter() - start)
     return best
-
-
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -25,7 +25,7 @@ from nanovllm.runner.resolve import (
     resolve_dtype,
     why_cannot,
 )
-from nanovllm.utils.machine import limit_threads, physical_cores
+from nanovllm.utils.machine import limit_threads, list_sockets, physical_cores
 from nanovllm.utils.memory import find_memory_limits, free_memory
 from nanovllm.version import __version__
 
@@ -107,6 +107,14 @@ def read_processor() -> tuple[str, set[str]]:
         pass
     flags = facts.get("flags") or facts.get("features") or ""
     return facts.get("model name") or platform.processor() or "unknown", set(flags.split())
+
+
+def name_device(device: torch.device) -> str:
+    """Return the name of a GPU; of a CPU also how many hardware threads this process may use."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    num_cpus = sum(len(core) for cores in list_sockets() for core in cores)
+    return f"{read_processor()[0]}, {num_cpus} CPUs"
 
 
 def describe_compiler(compiler: str) -> str:

@@ -27,6 +27,7 @@ from nanovllm.models.model_config import find_decoder, load_model_config, read_j
 from nanovllm.models.shapes import PRESETS, preset_config
 from nanovllm.models.sizes import Sizes
 from nanovllm.quantized.checkpoints import describe_format, find_format
+from nanovllm.runner.resolve import resolve_device
 from nanovllm.text.tokenizer import Tokenizer
 from nanovllm.utils.checks import quote
 from nanovllm.utils.memory import CPU_CACHE_LIMIT, free_memory
@@ -71,6 +72,49 @@ def fetch_config(model: str) -> "PretrainedConfig":
         raise explain(error, model) or error from error
 
 
+class Gpu:
+    """What an estimate counts and says for GPUs, of which each rank has one."""
+
+    memory = "GPU memory"
+    larger = "a larger GPU"
+
+    def room_for_cache(self, memory: GpuMemory, config: ResolvedConfig) -> int:
+        """Return the bytes of the KV cache, if the user gives no size; negative if the rest does not fit."""
+        return memory.left_for_cache(config.gpu_memory_utilization)
+
+    def describe_room(self, config: ResolvedConfig) -> str:
+        """Return which part of the memory that is."""
+        return f"gpu_memory_utilization={config.gpu_memory_utilization:g} is used"
+
+    def describe_place(self, ranks: int) -> str:
+        """Return on what a rank runs."""
+        return "one GPU" if ranks == 1 else f"each of {ranks} GPUs"
+
+    def list_changes(self, config: ResolvedConfig, needed: int) -> list[dict[str, object]]:
+        """Return options that give the KV cache more memory; one sequence needs `needed` bytes."""
+        more = [ranks for ranks in (2, 4, 8) if ranks > config.tensor_parallel_size]
+        return [{"gpu_memory_utilization": 0.95}, *({"tensor_parallel_size": ranks} for ranks in more)]
+
+
+class Cpu(Gpu):
+    """The same for the CPU, whose memory all ranks share: with each other, and with other programs."""
+
+    memory = "memory"
+    larger = "more memory"
+
+    def room_for_cache(self, memory: GpuMemory, config: ResolvedConfig) -> int:
+        return min(memory.left_for_cache(1.0) // 4, CPU_CACHE_LIMIT)
+
+    def describe_room(self, config: ResolvedConfig) -> str:
+        return "the KV cache gets a quarter of what the weights leave, 4 GiB at most"
+
+    def describe_place(self, ranks: int) -> str:
+        return "one CPU" if ranks == 1 else f"each of {ranks} ranks of one CPU"
+
+    def list_changes(self, config: ResolvedConfig, needed: int) -> list[dict[str, object]]:
+        return [{"kvcache_memory_bytes": needed}]
+
+
 @dataclass(frozen=True)
 class Estimate:
     """The memory that each rank's GPU would hold.
@@ -90,12 +134,14 @@ class Estimate:
     advice: tuple[str, ...] = ()
 
     @property
+    def device(self) -> Gpu:
+        return Cpu() if self.config.device == "cpu" else Gpu()
+
+    @property
     def kv_budget(self) -> int:
         """Bytes left for the KV cache; negative if the rest does not fit."""
-        if self.config.device != "cpu":
-            return self.memory.left_for_cache(self.config.gpu_memory_utilization)
-        left = self.memory.left_for_cache(1.0)
-        return min(left, self.config.kvcache_memory_bytes or min(left // 4, CPU_CACHE_LIMIT))
+        asked = self.config.kvcache_memory_bytes or self.device.room_for_cache(self.memory, self.config)
+        return min(asked, self.memory.left_for_cache(1.0))
 
     @property
     def num_tokens(self) -> int:
@@ -117,15 +163,12 @@ class Estimate:
         """Return a table, and a sentence that says whether the model fits."""
         config = self.config
         memory = self.memory
-        is_cpu = config.device == "cpu"
-        share = f"of which gpu_memory_utilization={config.gpu_memory_utilization:g} is used"
-        if is_cpu:
-            share = "of which the KV cache gets a quarter of what the weights leave, 4 GiB at most"
-            if config.kvcache_memory_bytes is not None:
-                share = "of which the KV cache gets kvcache_memory_bytes"
+        room = self.device.describe_room(config)
+        if config.kvcache_memory_bytes is not None:
+            room = "the KV cache gets kvcache_memory_bytes"
         rows = [
             ("parameters", f"{self.num_parameters:,} in all"),
-            ("memory" if is_cpu else "GPU memory", f"{_gib(memory.total)}, {share}"),
+            (self.device.memory, f"{_gib(memory.total)}, of which {room}"),
             ("weights", f"{_gib(memory.weights)} in {self.format}"),
             ("activations and logits", f"{_gib(memory.activations)}, about"),
             ("left for the KV cache", _gib(max(self.kv_budget, 0))),
@@ -135,21 +178,16 @@ class Estimate:
         ]
         if memory.states:
             rows.insert(4, (f"states of {config.max_num_seqs} sequences", _gib(memory.states)))
-        ranks = config.num_ranks
-        device = "CPU" if is_cpu else "GPU"
-        place = f"one {device}"
-        if ranks > 1:
-            place = f"each of {ranks} ranks of one CPU" if is_cpu else f"each of {ranks} GPUs"
+        place = self.device.describe_place(config.num_ranks)
         table = [f"{config.model}, on {place}", *(f"  {name:<32}{value}" for name, value in rows)]
         return "\n".join([*table, self._verdict()])
 
     def _verdict(self) -> str:
-        is_cpu = self.config.device == "cpu"
         if self.fits:
             most = min(int(self.num_sequences), self.config.max_num_seqs)
             return f"It fits: {most} full-length sequences run at a time, and more of them the shorter they are."
         lacking = f"one sequence of {self.config.max_model_len:,} tokens" if self.kv_budget > 0 else "the model"
-        advice = "; or ".join(self.advice) or f"no option alone, but {'more memory' if is_cpu else 'a larger GPU'}"
+        advice = "; or ".join(self.advice) or f"no option alone, but {self.device.larger}"
         return f"It does not fit: there is no room for {lacking}. What would help: {advice}."
 
 
@@ -169,7 +207,7 @@ def estimate(hf_config: "PretrainedConfig", config: EngineConfig, memory: int | 
         raise ValueError("give --memory SIZE, the memory of one GPU; or --machine NAME, or --device cpu")
     resolved = resolve_options(config, hf_config, None if is_cpu else memory)
     memory = free_memory() if memory is None else memory
-    estimated = _estimate(hf_config, resolved, memory // resolved.num_ranks if is_cpu else memory)
+    estimated = _estimate(hf_config, resolved, memory * resolved.num_devices // resolved.num_ranks)
     return estimated if estimated.fits else replace(estimated, advice=tuple(_advise(hf_config, estimated)))
 
 
@@ -215,13 +253,9 @@ def _advise(hf_config: "PretrainedConfig", estimated: Estimate) -> list[str]:
         changes.append({"quantization": "int8"})
     if config.kv_cache_dtype == "auto":
         changes.append({"kv_cache_dtype": "int8"})
+    needed = config.max_blocks_per_seq * config.block_size * estimated.kv_bytes_per_token
     changes += [{"max_num_batched_tokens": 2048}, {"max_num_seqs": 64}]
-    if config.device == "cpu":
-        needed = config.max_blocks_per_seq * config.block_size * estimated.kv_bytes_per_token
-        changes.append({"kvcache_memory_bytes": needed})
-    else:
-        changes.append({"gpu_memory_utilization": 0.95})
-        changes += [{"tensor_parallel_size": ranks} for ranks in (2, 4, 8) if ranks > config.tensor_parallel_size]
+    changes += estimated.device.list_changes(config, needed)
     advice: list[str] = []
     for change in changes:
         (name, value), *_ = change.items()
@@ -260,11 +294,11 @@ def estimate_job(
     """
     config = estimated.config
     if machine is None:
-        device = torch.device(config.device)
-        if device.type == "cuda" and not torch.cuda.is_available():
-            raise ValueError("--input needs --machine NAME for a GPU that is not here")
+        try:
+            device = resolve_device(config.device)
+        except ValueError as error:
+            raise ValueError(f"--input needs --machine NAME for a GPU that is not here: {error}") from error
         machine = measure_machine(device, getattr(torch, config.dtype))
-    shares = config.num_ranks if config.device != "cpu" else 1  # ranks on a CPU share its memory and cores
     lengths, num_bad = read_lengths(path, hf_config, config, defaults)
     if not lengths:
         raise ValueError(f"{path} has no request that can run, and {num_bad} lines that cannot")
@@ -272,7 +306,7 @@ def estimate_job(
     some = lengths[:: -(-len(lengths) // MOST_REQUESTS)]
     room = max(estimated.num_tokens * len(lengths) // sum(num_tokens), 1)
     steps = list(ideal_steps(some, min(config.max_num_seqs, room), config.max_num_batched_tokens))
-    whole = Machine(shares * machine.copy_rate, shares * machine.read_rate, shares * machine.matmul_rate)
+    whole = machine.times(config.num_devices)
     model = Model.of(config, hf_config)
     floor = sum((step_cost(model, whole, *step) for step in steps), Cost())
     scale = len(lengths) / len(some)

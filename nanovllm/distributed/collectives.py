@@ -78,10 +78,9 @@ class PeerLostError(RuntimeError):
 
 
 def choose_device(device: torch.device, rank: int) -> torch.device:
-    """Return the device of a rank, given rank 0's: a GPU of its own while there are enough, else a shared one."""
-    if device.type != "cuda":
-        return device
-    return torch.device("cuda", ((device.index or 0) + rank) % torch.cuda.device_count())
+    """Return the device of a rank, given rank 0's: one of its own while there are enough, else a shared one."""
+    count = torch.get_device_module(device).device_count()
+    return device if count == 1 else torch.device(device.type, ((device.index or 0) + rank) % count)
 
 
 class GroupParallel(Parallel):
@@ -101,8 +100,7 @@ class GroupParallel(Parallel):
             backend: "nccl" or "gloo".
             device: this rank's.
         """
-        shared_by = size if device.type == "cpu" else ceil_div(size, torch.cuda.device_count())
-        super().__init__(rank, size, ranks_per_device=shared_by)
+        super().__init__(rank, size, ceil_div(size, torch.get_device_module(device).device_count()))
         self._backend = backend
         self._device = device
         self._group: Any = None  # ProcessGroupGloo or ProcessGroupNCCL
@@ -218,7 +216,7 @@ class GroupParallel(Parallel):
 
     def _make_reachable(self, x: Tensor) -> Tensor:
         """Return x where the group can read it: on the host for gloo, else contiguous on its device."""
-        return x.cpu() if x.is_cuda and self._backend == "gloo" else x.contiguous()
+        return (x.cpu() if self._backend == "gloo" else x).contiguous()
 
     def _finish(self, start: Callable[[], Any]) -> None:
         """Start a collective and wait for it: the host for gloo's, the current stream for NCCL's.

@@ -3,7 +3,7 @@
 import logging
 from dataclasses import replace
 
-import torch
+from torch.distributed import get_default_backend_for_device
 
 from nanovllm.config import EngineConfig, ResolvedConfig
 
@@ -26,9 +26,7 @@ def resolve_ranks(asked: EngineConfig, config: ResolvedConfig, is_described: boo
     """
     stages = config.pipeline_parallel_size
     if not is_described:
-        device = torch.device(config.device)
-        backend = resolve_distributed_backend(config.distributed_backend, device, config.num_ranks, stages > 1)
-        config = replace(config, distributed_backend=backend)
+        config = replace(config, distributed_backend=resolve_distributed_backend(config))
     if stages == 1:
         # A CUDA graph cannot capture work of the host, through which gloo sends. Stages send between their graphs.
         return replace(config, use_graphs=config.use_graphs and config.distributed_backend != "gloo")
@@ -39,7 +37,7 @@ def resolve_ranks(asked: EngineConfig, config: ResolvedConfig, is_described: boo
     return replace(config, depth=depth, max_num_batched_tokens=budget)
 
 
-def resolve_distributed_backend(name: str, device: torch.device, size: int, is_pipeline: bool) -> str:
+def resolve_distributed_backend(config: ResolvedConfig) -> str:
     """Return the library through which the ranks talk: for "auto" NCCL on CUDA and gloo on a CPU.
 
     The stages of a pipeline may share a GPU: then "auto" is gloo, too.
@@ -47,15 +45,18 @@ def resolve_distributed_backend(name: str, device: torch.device, size: int, is_p
     Raises:
         ValueError: NCCL cannot run here; the message names an alternative.
     """
-    is_cuda = device.type == "cuda"
-    num_devices = torch.cuda.device_count() if is_cuda else 0
+    name = config.distributed_backend
+    fastest = get_default_backend_for_device(config.device)
+    size = config.num_ranks
+    num_devices = config.num_devices
+    is_pipeline = config.pipeline_parallel_size > 1
     if name == "auto":
-        name = "nccl" if is_cuda else "gloo"
-        if is_cuda and is_pipeline and num_devices < size:
+        name = fastest
+        if name == "nccl" and is_pipeline and num_devices < size:
             logger.info("%d stages share %d GPUs: their hidden states go through the host, by gloo", size, num_devices)
             name = "gloo"
     if name == "nccl":
-        if not is_cuda:
+        if name != fastest:
             raise ValueError('distributed_backend="nccl" needs CUDA devices; on a CPU use "gloo" or "auto"')
         if num_devices < size:
             option = "pipeline_parallel_size" if is_pipeline else "tensor_parallel_size"

@@ -48,12 +48,14 @@ def resolve(
         name = backend.name
         captures_steps = backend.captures_steps
         block_size = block_size or backend.default_block_size
+        num_devices = min(config.num_ranks, torch.get_device_module(device).device_count())
         refused = [name for name in SamplingValues._fields if name not in backend.sampling_values]
     else:  # the backends of a GPU may not be installed here
         dtype = work.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
         name = "triton"
         captures_steps = True
         block_size = block_size or LARGEST_DEFAULT_BLOCK
+        num_devices = config.num_ranks
         refused = []
     is_cuda = device.type == "cuda"
     resolved = {
@@ -67,6 +69,7 @@ def resolve(
         "max_model_len": limit_length(hf_config, config.max_model_len),
         "depth": 2 if config.overlap and is_cuda and config.speculative_config is None else 1,
         "vocab_size": int(hf_config.vocab_size),
+        "num_devices": num_devices,
         "refused_params": refused,
         "max_num_seqs": config.max_num_seqs or DEFAULT_NUM_SEQS,
         "enable_prefix_caching": config.enable_prefix_caching is not False,
