@@ -14,7 +14,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ import torch
 from benchmarks.bench_workload import write_checkpoint
 from nanovllm.commands.bench import Workload
 from nanovllm.commands.cost import Machine
+from nanovllm.config import EngineConfig
 from nanovllm.models.hub import find_model
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -184,16 +185,18 @@ def _commands(
 
 def _own_arguments(args: argparse.Namespace) -> list[str]:
     """Return the arguments that make bench.py run the same workload with the same options."""
-    names = ("num_seqs", "input_len", "output_len", "shared_prefix", "temperature", "seed", "device", "max_model_len")
-    names += ("tensor_parallel_size", "max_num_seqs", "max_num_batched_tokens", "attention_backend")
-    names += ("kv_cache_dtype",)
+    names = ("num_seqs", "input_len", "output_len", "shared_prefix", "temperature", "seed")
+    given = {name: getattr(args, name) for name in names}
+    others = [one for one in fields(EngineConfig) if one.name not in ("model", "load_format", "dtype", "quantization")]
+    given |= {one.name: value for one in others if (value := getattr(args, one.name)) != one.default}
     arguments = []
-    for name in names:
-        value = getattr(args, name)
-        if value is not None:
-            arguments += [f"--{name.replace('_', '-')}", *map(str, value if isinstance(value, list) else [value])]
-    for option in args.set:
-        arguments += ["--set", option]
+    for name, value in given.items():
+        option = f"--{'no-' if value is False else ''}{name.replace('_', '-')}"
+        if isinstance(value, bool):
+            arguments.append(option)
+        else:
+            text = json.dumps(value) if isinstance(value, dict) else str(value)
+            arguments += [option, *(map(str, value) if isinstance(value, list) else [text])]
     return arguments
 
 
@@ -213,7 +216,7 @@ def _specification(
         "device": "cuda" if torch.cuda.is_available() and args.device != "cpu" else "cpu",
         "threads": torch.get_num_threads(),
         "temperature": args.temperature,
-        "max_model_len": args.max_model_len or max(4096, workload.max_len),
+        "max_model_len": max(args.max_model_len, workload.max_len),
         "max_num_seqs": args.max_num_seqs,
         "max_num_batched_tokens": args.max_num_batched_tokens,
         "tensor_parallel_size": args.tensor_parallel_size,

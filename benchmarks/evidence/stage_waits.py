@@ -1,6 +1,6 @@
 """Prints which share of the time each rank of a pipeline waits, from a trace.
 
-    python bench.py --preset cpu --pipeline-parallel-size 2 --set trace=run.json
+    python bench.py --preset cpu --pipeline-parallel-size 2 --trace run.json
     python benchmarks/evidence/stage_waits.py run.json
 
 A rank works while it computes layers or the LM head. It waits the rest of the time: for hidden states of another rank,

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from nanovllm.commands.cli import json_or_text
+from nanovllm.commands.cli import add_engine_options, read_engine_config
 from nanovllm.commands.cost import Cost, Machine, Model, Step, ideal_steps, measure_machine, step_cost
 from nanovllm.commands.doctor import name_device
 from nanovllm.commands.estimate import fetch_config
@@ -50,35 +50,18 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--shared-prefix", type=int, default=0, metavar="N", help="put the same N tokens before every prompt")
     add("--temperature", type=float, default=0.6)
     add("--seed", type=int, default=0, help="seed of the workload")
-    add("--dtype", default="auto", help="type of weights, activations and KV cache")
-    add("--kv-cache-dtype", default="auto", help="as the option of LLM; other engines ignore it")
-    add("--device", default="auto", help="cpu or cuda")
     add("--threads", type=int, help="CPU threads; default: OMP_NUM_THREADS, or the physical cores")
-    add("--tensor-parallel-size", type=int, default=1, metavar="N")
-    add("--pipeline-parallel-size", type=int, default=1, metavar="N")
-    add("--max-model-len", type=int, help="default: 4096, or what the workload needs if that is more")
-    add("--max-num-seqs", type=int, help="as the option of LLM")
-    add("--max-num-batched-tokens", type=int, help="default: each engine's own")
-    add("--attention-backend", default="auto")
-    add("--quantization", metavar="NAME", help="int8, int8-dynamic, or another of LLM's names; other engines ignore it")
-    add("--speculative-config", type=json.loads, metavar="JSON", help="as LLM's option; other engines ignore it")
-    add(
-        "--set",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="any other option of LLM, for example enforce_eager=true",
-    )
     add("--machine-rates", type=float, nargs=3, metavar="RATE", help="use these copy, read and matmul rates")
+    add_engine_options(parser, without=("model", "load_format", "seed", "data_parallel_size"))
 
 
 def read_options(parser: argparse.ArgumentParser, arguments: list[str] | None = None) -> argparse.Namespace:
-    """Read a command line. A preset changes defaults, so options win."""
+    """Read a command line, with all options of an engine. A preset changes defaults, so options win."""
     parser.set_defaults(**WORKLOADS.get(parser.parse_known_args(arguments)[0].preset, {}))
     args = parser.parse_args(arguments)
     if args.load_format is None:
         args.load_format = "dummy" if args.model.lower() in PRESETS else "auto"
-    return args
+    return argparse.Namespace(**vars(args) | vars(read_engine_config(args)))
 
 
 @dataclass(frozen=True)
@@ -96,11 +79,11 @@ class Workload:
     def max_len(self) -> int:
         return max(prompt + output for prompt, output in self.lengths)
 
-    def warm_up(self, vocab_size: int, output_len: int = 4) -> "Workload":
-        """Return the beginnings of all prompts, with short outputs and other tokens: no cache holds this workload."""
+    def warm_up(self, vocab_size: int) -> "Workload":
+        """Return the beginnings of all prompts, with other tokens, and outputs of 4: no cache holds this workload."""
         ids = min(vocab_size, 10000)
         prompts = [[(token + 5003) % ids for token in prompt[:WARM_UP_LEN]] for prompt in self.prompts]
-        return Workload(prompts, [min(output_len, output) for output in self.output_lens])
+        return Workload(prompts, [min(4, output) for output in self.output_lens])
 
 
 def make_workload(
@@ -160,32 +143,17 @@ class Recorder:
         followers.send = send_timed
 
 
-def run_engine(args: argparse.Namespace, workload: Workload, vocab_size: int, device: torch.device) -> dict[str, Any]:
+def run_engine(
+    config: EngineConfig, temperature: float, workload: Workload, vocab_size: int, device: torch.device
+) -> dict[str, Any]:
     """Load the engine, warm up and run the workload. Return the times, the counts and the recorder of the steps."""
-    options = dict(option.split("=", 1) for option in args.set)
-    options = {name: json_or_text(text) for name, text in options.items()}
-    if args.quantization is not None:
-        options["quantization"] = args.quantization
+    options = vars(config).copy()
     start = time.perf_counter()
-    llm = LLM(
-        args.model,
-        load_format=args.load_format,
-        dtype=args.dtype,
-        device=str(device),
-        tensor_parallel_size=args.tensor_parallel_size,
-        pipeline_parallel_size=args.pipeline_parallel_size,
-        max_model_len=args.max_model_len or max(4096, workload.max_len),
-        max_num_seqs=args.max_num_seqs,
-        max_num_batched_tokens=args.max_num_batched_tokens,
-        attention_backend=args.attention_backend,
-        kv_cache_dtype=args.kv_cache_dtype,
-        speculative_config=args.speculative_config,
-        **options,
-    )
+    llm = LLM(options.pop("model"), **options)
     loaded = time.perf_counter()
 
     def run(work: Workload) -> int:
-        params = [SamplingParams(temperature=args.temperature, ignore_eos=True, max_tokens=n) for n in work.output_lens]
+        params = [SamplingParams(temperature=temperature, ignore_eos=True, max_tokens=n) for n in work.output_lens]
         outputs = llm.generate(work.prompts, params, use_tqdm=False)
         torch.get_device_module(device).synchronize(device)
         return sum(len(output["token_ids"]) for output in outputs)
@@ -194,7 +162,7 @@ def run_engine(args: argparse.Namespace, workload: Workload, vocab_size: int, de
         run(workload.warm_up(vocab_size))
         recorder = Recorder(device)
         llm.observe(recorder)
-        has_ranks = args.tensor_parallel_size * args.pipeline_parallel_size > 1
+        has_ranks = config.num_ranks > 1
         if has_ranks:
             recorder.time_commands(llm)
         before = llm.stats()
@@ -311,20 +279,20 @@ def measure(args: argparse.Namespace, about: Mapping[str, Any], compare: Callabl
         torch.set_num_threads(args.threads)
     is_shape = args.model.lower() in PRESETS
     hf_config = fetch_config(args.model)
-    names = ["model", "dtype", "device", "attention_backend", "tensor_parallel_size", "pipeline_parallel_size"]
-    names += ["max_num_seqs", "kv_cache_dtype", "quantization"]
-    resolved = resolve_options(EngineConfig(**{name: getattr(args, name) for name in names}), hf_config)
+    vocab = hf_config.vocab_size
+    lengths = tuple(args.input_len), tuple(args.output_len)
+    workload = make_workload(args.num_seqs, *lengths, vocab, args.shared_prefix, args.seed)
+    args.max_model_len = max(args.max_model_len, workload.max_len)
+    config = read_engine_config(args)
+    resolved = resolve_options(config, hf_config)
     args.max_num_seqs = resolved.max_num_seqs
     device = torch.device(resolved.device)
     dtype = getattr(torch, resolved.dtype)
     model = Model.of(resolved, hf_config)
-    vocab = hf_config.vocab_size
-    lengths = tuple(args.input_len), tuple(args.output_len)
-    workload = make_workload(args.num_seqs, *lengths, vocab, args.shared_prefix, args.seed)
     machine = Machine(*args.machine_rates) if args.machine_rates else measure_machine(device, dtype)
     whole = machine.times(resolved.num_devices)
-    budget = args.max_num_batched_tokens or resolved.max_num_batched_tokens
-    steps = ideal_steps(workload.lengths, args.max_num_seqs, budget, args.shared_prefix)
+    limits = (resolved.max_num_seqs, resolved.max_num_batched_tokens)
+    steps = ideal_steps(workload.lengths, *limits, args.shared_prefix)
     floor = sum((step_cost(model, whole, *step) for step in steps), Cost())
     about = describe(device, dtype) | dict(about)
     print_cost_card(model, whole, workload, floor, about)
@@ -341,7 +309,7 @@ def measure(args: argparse.Namespace, about: Mapping[str, Any], compare: Callabl
             args, preset_config(args.model.lower()) if is_shape else None, workload, dtype, machine
         )
     else:
-        result = evaluate(run_engine(args, workload, vocab, device), workload, model, whole, floor)
+        result = evaluate(run_engine(config, args.temperature, workload, vocab, device), workload, model, whole, floor)
         print_result(result)
         document["result"] = result
     print(json.dumps(document))

@@ -113,7 +113,7 @@ def _chat(options: argparse.Namespace) -> int:
     changes: dict[str, float | None] = {"max_tokens": options.max_tokens}
     if options.temperature is not None:
         changes["temperature"] = options.temperature
-    return chat(_read_engine_config(options), options.system, changes)
+    return chat(read_engine_config(options), options.system, changes)
 
 
 def _add_run_batch(commands: Any) -> None:
@@ -170,7 +170,7 @@ def _run_batch(options: argparse.Namespace) -> int:
     job = Job(
         input=options.input_file,
         output=options.output_file,
-        config=_read_engine_config(options),
+        config=read_engine_config(options),
         model_name=options.served_model_name or options.model,
         overwrite=options.overwrite,
         stats=options.stats,
@@ -233,7 +233,7 @@ def _estimate(options: argparse.Namespace) -> int:
     from nanovllm.commands.estimate import estimate, estimate_job, fetch_config, parse_size
 
     hf_config = fetch_config(options.model)
-    config = _read_engine_config(options)
+    config = read_engine_config(options)
     memory = parse_size(options.memory) if options.memory is not None else None
     machine = None
     if options.machine is not None:
@@ -317,7 +317,8 @@ def _doctor(options: argparse.Namespace) -> int:
     return 0
 
 
-def _read_engine_config(options: argparse.Namespace) -> EngineConfig:
+def read_engine_config(options: argparse.Namespace) -> EngineConfig:
+    """Return the options of an engine among those of a command line; ValueError if one of them is wrong."""
     given = {name: value for name, value in vars(options).items() if name in _ENGINE_FIELDS and name != "model"}
     config = EngineConfig.from_options(options.model, given)
     if config.speculative_config is not None:  # an engine checks it when it is loaded, and a job has files by then

@@ -168,7 +168,7 @@ def test_ideal_steps_compute_a_shared_prefix_once() -> None:
 def test_a_tiny_run_ends_in_one_json_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_checkpoint(TINY, torch.float32, tmp_path)
     arguments = "--num-seqs 6 --input-len 3 20 --output-len 2 9 --dtype float32 --device cpu --shared-prefix 5"
-    rates = "--machine-rates 1e10 2e10 1e12 --set kvcache_block_size=16 --set num_kvcache_blocks=300"
+    rates = "--machine-rates 1e10 2e10 1e12 --kvcache-block-size 16 --num-kvcache-blocks 300"
     bench.main(["--model", str(tmp_path), *arguments.split(), *rates.split()])
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines if line[0] not in " {"][:4] == ["machine", "model", "workload", "floor"]
