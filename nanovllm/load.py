@@ -183,7 +183,7 @@ def resolve_options(
     if (quantizer := make_quantizer(config, hf_config)) is not None:  # a format that cannot be read is refused here
         if gpu_memory is None:
             quantizer.announce(sizes.model)
-        config = replace(config, quantization=quantizer.name)
+        config = replace(config, quantization=quantizer.format.name)
     return find_decoder(hf_config).resolve_options(asked, config, sizes, quantizer, gpu_memory)
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from nanovllm.backends import NAMES
-from nanovllm.backends.cpu.library import cache_folder
+from nanovllm.backends.cpu.library import cache_folder, find_compiler
 from nanovllm.commands.estimate import fetch_config
 from nanovllm.models.sizes import Sizes
 from nanovllm.runner.resolve import (
@@ -80,7 +80,7 @@ def describe_machine() -> Iterator[tuple[str, str]]:
     yield "cores", f"{physical_cores()} that this process may use, {os.cpu_count()} hardware threads in all"
     limit_threads()
     yield "threads", f"{torch.get_num_threads()} in torch and the CPU kernels"
-    compiler = os.environ.get("CXX") or next(filter(shutil.which, ("g++", "clang++", "c++")), None)
+    compiler = find_compiler()
     yield "compiler", describe_compiler(compiler) if compiler else "none is found (install g++)"
     yield "compiled kernels", str(cache_folder())
     if not torch.cuda.is_available():

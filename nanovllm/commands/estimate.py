@@ -92,8 +92,8 @@ class Gpu:
 
     def list_changes(self, config: ResolvedConfig, needed: int) -> list[dict[str, object]]:
         """Return options that give the KV cache more memory; one sequence needs `needed` bytes."""
-        more = [ranks for ranks in (2, 4, 8) if ranks > config.tensor_parallel_size]
-        return [{"gpu_memory_utilization": 0.95}, *({"tensor_parallel_size": ranks} for ranks in more)]
+        changes: list[dict[str, object]] = [{"gpu_memory_utilization": 0.95}]
+        return changes + [{"tensor_parallel_size": n} for n in (2, 4, 8) if n > config.tensor_parallel_size]
 
 
 class Cpu(Gpu):

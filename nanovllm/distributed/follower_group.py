@@ -78,9 +78,8 @@ class FollowerGroup:
         """The folder through which the ranks find each other; only this user may enter it."""
         try:
             self._ring = make_ring(config, ring_fd)
-            num_threads = torch.get_num_threads() if torch.device(config.device).type == "cpu" else None
             for rank, start in zip(ranks, starts, strict=True):
-                follower = FollowerProcess(start | {"ring_fd": ring_fd}, self.meeting, num_threads)
+                follower = FollowerProcess(start | {"ring_fd": ring_fd}, self.meeting, torch.get_num_threads())
                 self._followers.append(follower)
                 thread = threading.Thread(target=self._watch, args=(follower,), daemon=True, name=f"watch-{rank}")
                 thread.start()

@@ -12,6 +12,7 @@ distribution.)
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -54,25 +55,26 @@ class Drafter(Protocol):
         """Learn that a sequence has ended. It is called once for each, when its last token is appended."""
 
 
+@dataclass(slots=True)
 class DraftRecord:
-    """How the drafts of one sequence fared. `Sequence.drafting` holds it."""
+    """How the drafts of one sequence fared. `Sequence.drafting` holds it.
 
-    __slots__ = ("drafter_state", "misses", "num_offered", "num_right", "num_tried", "pause", "resumes_at")
+    Attributes:
+        num_right, num_tried: drafts that were right, and drafts that were compared; recent steps count more.
+        misses: steps in a row without a right draft.
+        pause: tokens that the next pause will last.
+        resumes_at: how many tokens the sequence has when its pause ends.
+        num_offered: drafts that the drafter had for it in the last step.
+        drafter_state: only the drafter uses it.
+    """
 
-    def __init__(self) -> None:
-        self.num_right = 1.0
-        self.num_tried = 1.0
-        """Drafts that were right, and drafts that were compared; recent steps count more."""
-        self.misses = 0
-        """Steps in a row without a right draft."""
-        self.pause = SHORTEST_PAUSE
-        """Tokens that the next pause will last."""
-        self.resumes_at = 0
-        """How many tokens the sequence has when its pause ends."""
-        self.num_offered = 0
-        """Drafts that the drafter had for it in the last step."""
-        self.drafter_state: Any = None
-        """Only the drafter uses it."""
+    num_right: float = 1.0
+    num_tried: float = 1.0
+    misses: int = 0
+    pause: int = SHORTEST_PAUSE
+    resumes_at: int = 0
+    num_offered: int = 0
+    drafter_state: Any = None
 
 
 class Speculation:

@@ -39,12 +39,10 @@ def _make_single(seq: Sequence, tokenizer: Tokenizer | None, parse: ParseOutput 
         prompt_token_ids=seq.prompt_token_ids,
         num_cached_tokens=seq.num_cached_tokens or 0,
     )
-    if seq.params.logprobs is not None:
-        set_decoder(seq.logprobs, tokenizer)
-        output["logprobs"] = seq.logprobs
-    if seq.params.prompt_logprobs is not None:
-        set_decoder(seq.prompt_logprobs, tokenizer)
-        output["prompt_logprobs"] = seq.prompt_logprobs
+    for name in ("logprobs", "prompt_logprobs"):
+        if getattr(seq.params, name) is not None:
+            output[name] = getattr(seq, name)
+            set_decoder(output[name], tokenizer)
     if seq.embedding is not None:
         output["embedding"] = seq.embedding
     if seq.error is not None:

@@ -49,9 +49,6 @@ class ThinkingTokens:
                 return None
         return None
 
-    def is_space(self, token_id: int) -> bool:
-        return not self._tokenizer.decode_token(token_id).strip()
-
     def find_answer(
         self, prompt: Seq[int], output: Seq[int], ends_with_call: bool = True
     ) -> tuple[int, int, int] | None:
@@ -67,7 +64,7 @@ class ThinkingTokens:
         start = 0
         opened = self.is_opened_by(prompt)
         if opened is None:
-            while start < len(output) and self.is_space(output[start]):
+            while start < len(output) and not self._tokenizer.decode_token(output[start]).strip():
                 start += 1
             opened = start < len(output) and output[start] == self.open
             start += 1

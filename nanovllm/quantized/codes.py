@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from nanovllm.ops.kv_codes import divide_by_scales
+
 CHUNK = 2**22
 """Elements that are quantised at a time, so that float32 copies stay small."""
 
@@ -136,15 +138,11 @@ def quantize_int8(weight: Tensor) -> Codes:
     """
     rows = weight.reshape(-1, weight.shape[-1])
     codes = torch.empty(rows.shape, dtype=torch.int8, device=weight.device)
-    scales = torch.empty((rows.shape[0], 1), dtype=torch.float32, device=weight.device)
+    scales = torch.empty(rows.shape[0], dtype=torch.float32, device=weight.device)
     height = max(1, CHUNK // max(1, rows.shape[1]))
     for start in range(0, rows.shape[0], height):
-        part = rows[start : start + height].to(torch.float32)
-        scale = part.abs().amax(1, keepdim=True) / 127
-        scale = scale.masked_fill_(~scale.isfinite(), torch.nan)
-        scaled = torch.where(scale > 0, part / scale, 0)
-        # A scale that is hardly above 0 in float32 is inexact: then the quotient may be beyond 127.
-        codes[start : start + height] = scaled.round_().clamp_(-127, 127)
-        scales[start : start + height] = scale
+        part = slice(start, start + height)
+        scaled, scales[part] = divide_by_scales(rows[part], 127)
+        codes[part] = scaled.round_().clamp_(-127, 127)
     shape = weight.shape[:-1]
     return Codes(8, codes.view(weight.shape), scales.view(*shape, 1), None, weight.shape[-1])

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
+from nanovllm.ops.kv_codes import divide_by_scales
 from nanovllm.quantized.codes import Codes, pack_int4, quantize_int8
 from nanovllm.utils.integers import ceil_div
 
@@ -76,9 +77,8 @@ class Format:
         groups = torch.nn.functional.pad(weight.float(), (0, -size % group_size))
         groups = groups.view(*weight.shape[:-1], -1, group_size)
         most = 2 ** (self.bits - 1) - 1
-        scales = groups.abs().amax(-1) / most
-        codes = torch.where(scales[..., None] > 0, groups / scales[..., None], 0).round_().clamp_(-most, most)
-        codes = codes.flatten(-2)[..., :size].to(torch.int8)
+        quotients, scales = divide_by_scales(groups, most)
+        codes = quotients.round_().clamp_(-most, most).flatten(-2)[..., :size].to(torch.int8)
         return Codes(self.bits, codes if self.bits == 8 else pack_int4(codes + 8), scales, None, group_size)
 
 

@@ -39,9 +39,6 @@ class ModelQuantizer:
     """Gives one rank's model quantised matrices, which weight_reader.py, dummy_weights.py and renewal.py fill.
 
     The model is made on torch's meta device, so that no matrix is ever in memory with 16 bits for each weight.
-
-    Attributes:
-        name: the name of the format, as the option `quantization` has it.
     """
 
     def __init__(self, config: ResolvedConfig, hf_config: "PretrainedConfig") -> None:
@@ -60,7 +57,6 @@ class ModelQuantizer:
                 'quantization="int8", or attention_backend="torch", which is slow'
             )
         self.format = format
-        self.name = format.name
         self._config = config
         self._device = torch.device(config.device)
 

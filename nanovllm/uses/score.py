@@ -21,9 +21,7 @@ def score_pairs(llm: Any, prompts: Any, continuations: Any, show: bool) -> list[
     endings = list_prompts(continuations)
     pairs, params = join_pairs(starts, endings, llm.engine.tokenizer, show)
     requests = llm.prepare_requests(pairs, params, kind="pair")
-    scores: dict[int, Score] = {}
-    for number, output in llm.run_requests(requests, "Scoring", show):
-        scores[number] = read_score(output)
+    scores = {number: read_score(output) for number, output in llm.run_requests(requests, "Scoring", show)}
     return [scores[i] for i in range(len(scores))]
 
 

@@ -106,7 +106,8 @@ def _collect_steps(events: list[dict[str, Any]]) -> Recording:
             fields = {key: value for key, value in args.items() if key not in ("step", "texts")}
             run.records.append((name, indices[args["step"]], fields))
     if run.device == "cpu":
-        run.host = [_subtract(total, device) for total, device in zip(run.host, run.device_time, strict=True)]
+        times = zip(run.host, run.device_time, strict=True)
+        run.host = [None if host is None or device is None else max(host - device, 0.0) for host, device in times]
     return run
 
 
@@ -122,10 +123,6 @@ def _read_events(text: str) -> list[dict[str, Any]]:
     if not events or not all({"ph", "name", "args"} <= event.keys() for event in events):
         raise ValueError("its events have other keys")
     return events
-
-
-def _subtract(host: float | None, device: float | None) -> float | None:
-    return None if host is None or device is None else max(host - device, 0.0)
 
 
 def write_page(trace: Path, output: Path, other: Path | None = None) -> Recording:

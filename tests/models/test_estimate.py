@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from helpers.batch_jobs import write_lines
 from helpers.paths import ROOT
 
 from nanovllm.commands.cli import main
-from nanovllm.commands.cost import MACHINES
+from nanovllm.commands.cost import MACHINES, Machine
 from nanovllm.commands.estimate import estimate, fetch_config, parse_size
 from nanovllm.config import EngineConfig
 from nanovllm.models.shapes import preset_config
@@ -100,6 +101,18 @@ def test_the_kv_cache_is_what_the_budget_leaves_in_whole_blocks() -> None:
         halved.kv_bytes_per_token * 2 == found.kv_bytes_per_token
         and halved.memory.weights < 0.52 * found.memory.weights
     )
+    asked = estimate(fetch_config("qwen3-8b"), replace(config, kvcache_memory_bytes=GIB), 80 * GIB)
+    assert asked.kv_budget == GIB and "the KV cache gets kvcache_memory_bytes" in asked.describe()
+
+
+def test_ranks_have_a_gpu_each_and_share_a_cpu() -> None:
+    hf_config = fetch_config("qwen3-8b")
+    on_gpus = EngineConfig("qwen3-8b", max_model_len=8192, tensor_parallel_size=4)
+    on_cpu = replace(on_gpus, device="cpu", dtype="bfloat16", attention_backend="torch")
+    gpu, cpu = (estimate(hf_config, config, 80 * GIB) for config in (on_gpus, on_cpu))
+    assert (gpu.config.num_devices, gpu.memory.total) == (4, 80 * GIB)
+    assert (cpu.config.num_devices, cpu.memory.total) == (1, 20 * GIB)
+    assert Machine(1.0, 2.0, 3.0).times(gpu.config.num_devices) == Machine(4.0, 8.0, 12.0)
 
 
 def test_one_byte_a_value_gives_1_9_times_the_tokens_in_the_same_memory(capsys: pytest.CaptureFixture[str]) -> None:

@@ -217,7 +217,7 @@ def open_library(kind: type[AnyLibrary], work: str = "") -> AnyLibrary:
     Raises:
         RuntimeError: it cannot be compiled here; the message says why, and what else can do the work.
     """
-    compiler = os.environ.get("CXX") or next(filter(shutil.which, ("g++", "clang++", "c++")), None)
+    compiler = find_compiler()
     reason = "no C++ compiler is found (install g++)"
     if compiler is not None:
         try:
@@ -228,6 +228,11 @@ def open_library(kind: type[AnyLibrary], work: str = "") -> AnyLibrary:
     if work:
         reason = f'attention_backend="cpu" cannot {work} here: {reason}. attention_backend="torch" can'
     raise RuntimeError(reason)
+
+
+def find_compiler() -> str | None:
+    """Return the C++ compiler: $CXX, or else the first of the usual ones that is installed; None if none is."""
+    return os.environ.get("CXX") or next(filter(shutil.which, ("g++", "clang++", "c++")), None)
 
 
 def cache_folder() -> Path:

@@ -48,29 +48,29 @@ class PackedCodes:
     """
 
     def __init__(self, codes: Codes, dtype: torch.dtype, scratch: Scratch) -> None:
-        self.library = quantized_library()
+        self.library: KernelLibrary = quantized_library()
         self.scratch = scratch
         self.dtype = dtype
-        self.out_features = codes.out_features
-        self.in_features = codes.in_features
+        in_features = codes.in_features
+        out_features = codes.out_features
         self.order = codes.order
         inputs = CHUNK * 8 // (PANEL * codes.bits)  # of a chunk
         group = codes.group_size
-        if group < self.in_features and group % inputs:
+        if group < in_features and group % inputs:
             raise ValueError(f"the CPU kernels take groups of a multiple of {inputs} inputs, not {group}")
-        self.sizes = (self.in_features, self.out_features, min(group, self.in_features))
+        self.sizes: tuple[int, ...] = (in_features, out_features, min(group, in_features))
         self.format = INT4
         if codes.bits == 8:
             self.format = WHOLE_INT8 if codes.codes.numel() and codes.codes.min() == -128 else INT8
-        size = ceil_div(self.out_features, PANEL) * ceil_div(self.in_features, inputs) * CHUNK
+        size = ceil_div(out_features, PANEL) * ceil_div(in_features, inputs) * CHUNK
         matrices = codes.codes.reshape(-1, *codes.codes.shape[-2:]).contiguous()
         packed = huge_pages.empty(len(matrices) * size).view(len(matrices), size)
         for matrix, target in zip(matrices, packed, strict=True):
-            self.call("pack_codes", matrix, target, self.out_features, self.in_features)
+            self.call("pack_codes", matrix, target, out_features, in_features)
         zeros = None
         if codes.zeros is not None:
             zeros = _by_panel(codes.zeros.float() - (8 if codes.bits == 4 else 0))
-        self.tensors = (packed, _by_panel(codes.scales), zeros)
+        self.tensors: tuple[Tensor | None, ...] = (packed, _by_panel(codes.scales), zeros)
         return_freed_memory()
 
     def call(self, name: str, *arguments: Tensor | int | None) -> None:
@@ -85,16 +85,19 @@ class PackedCodes:
 class CpuMatrix(PackedCodes):
     """A quantised matrix [out, in]. It gives single rows, too: a tied embedding needs no copy."""
 
+    product = "linear_codes"
+    lookup = "weight_rows"
+
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """x [n, in] -> x W^T + bias [n, out]."""
-        y = self.scratch.empty(len(x), self.out_features, dtype=x.dtype)
-        self.call("linear_codes", self.reorder(x), *self.tensors, bias, y, len(x), *self.sizes)
+        y = self.scratch.empty(len(x), self.sizes[1], dtype=x.dtype)
+        self.call(self.product, self.reorder(x), *self.tensors, bias, y, len(x), *self.sizes)
         return y
 
     def rows(self, indices: Tensor) -> Tensor:
         """Return the weights of the rows [n, in] at indices [n], rounded to the dtype."""
-        y = self.scratch.empty(len(indices), self.in_features, dtype=self.dtype)
-        self.call("weight_rows", *self.tensors, indices.to(torch.int32), y, len(indices), *self.sizes)
+        y = self.scratch.empty(len(indices), self.sizes[0], dtype=self.dtype)
+        self.call(self.lookup, *self.tensors, indices.to(torch.int32), y, len(indices), *self.sizes)
         if self.order is None:
             return y
         in_order = torch.empty_like(y)
@@ -108,12 +111,11 @@ class CpuExperts(PackedCodes):
     def multiply(self, x: Tensor, routing: Routing, gather: bool) -> Tensor:
         """Multiply pairs by the matrices of their experts. See `grouped_linear_reference`."""
         rows = gather_rows(cpu_library(), x, routing.tokens, self.scratch) if gather else x.contiguous()
-        y = self.scratch.empty(len(rows), self.out_features, dtype=x.dtype)
+        y = self.scratch.empty(len(rows), self.sizes[1], dtype=x.dtype)
         if self.order is not None:
             order = self.order.repeat_interleave(routing.offsets.diff(), 0)  # [pairs, in], without those of padding
             rows = rows[: len(order)].gather(1, order)
-        num_experts = len(self.tensors[0])
-        self.call("grouped_codes", rows, *self.tensors, routing.offsets, y, num_experts, *self.sizes)
+        self.call("grouped_codes", rows, *self.tensors, routing.offsets, y, len(routing.offsets) - 1, *self.sizes)
         return y
 
 

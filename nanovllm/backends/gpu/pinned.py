@@ -42,7 +42,7 @@ class PinnedPair:
 
 
 class PinnedCopier(PinnedPair):
-    """Copies tensors to a GPU.
+    """Copies vectors and matrices to a GPU, as many rows at a time as fit into a buffer.
 
     From other memory of the host, such as a file that is mapped, CUDA copies several times more slowly, and the host
     waits for it.
@@ -59,10 +59,6 @@ class PinnedCopier(PinnedPair):
             target: has the shape of source, and any dtype: the host converts.
         """
         row_bytes = max(target[:1].numel() * target.element_size(), 1)
-        if target.dim() > 1 and row_bytes > self._buffer_bytes:
-            for row, source_row in zip(target, source, strict=True):
-                self.copy(row, source_row)
-            return
         num_rows = self._buffer_bytes // row_bytes
         for rows, source_rows in zip(torch.split(target, num_rows), torch.split(source, num_rows), strict=True):
             pinned = self.take()[: rows.numel() * rows.element_size()].view(rows.dtype).view(rows.shape)
