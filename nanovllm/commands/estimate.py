@@ -73,7 +73,7 @@ def fetch_config(model: str) -> "PretrainedConfig":
 
 
 class Gpu:
-    """What an estimate counts and says for GPUs, of which each rank has one."""
+    """Tells an estimate how to count GPUs, of which each rank has one, and what to call them."""
 
     memory = "GPU memory"
     larger = "a larger GPU"

@@ -59,10 +59,10 @@ def test_a_buffer_is_not_refilled_before_its_copy_has_ended(card: Card) -> None:
 
 
 def test_a_checkpoint_is_loaded_through_the_buffers(tmp_path: Path, card: Card) -> None:
-    """Of a few hundred bytes here, so that each matrix takes many copies."""
+    """Of 1 KiB here, so that each matrix takes many copies."""
     save_random(tmp_path, num_hidden_layers=1, vocab_size=50)
     options = {"dtype": "float32", "num_kvcache_blocks": 4, "max_model_len": 32, "enforce_eager": True}
-    with mock.patch.object(PinnedCopier.__init__, "__defaults__", (300,)), LLM(str(tmp_path), **options) as llm:
+    with mock.patch.object(PinnedCopier.__init__, "__defaults__", (1024,)), LLM(str(tmp_path), **options) as llm:
         found = {name: value.cpu() for name, value in llm.engine.runner.model.named_parameters()}
     with LLM(str(tmp_path), device="cpu", attention_backend="torch", **options) as llm:
         expected = dict(llm.engine.runner.model.named_parameters())
