@@ -13,6 +13,7 @@ from nanovllm.version import __version__
 
 if TYPE_CHECKING:
     from nanovllm.llm import LLM
+    from nanovllm.vllm_names import LoRARequest
 
 __all__ = [
     "LLM",
@@ -20,6 +21,7 @@ __all__ = [
     "CompletionOutput",
     "EngineConfig",
     "GuidedDecodingParams",
+    "LoRARequest",
     "Output",
     "RequestOutput",
     "SamplingParams",

@@ -21,6 +21,9 @@ from nanovllm.text.prompts import Message, Prompt, list_conversations, list_prom
 from nanovllm.utils.checks import quote, refuse
 from nanovllm.utils.progress import ProgressBar
 
+if TYPE_CHECKING:
+    from nanovllm.vllm_names import LoRARequest
+
 logger = logging.getLogger(__name__)
 
 UNFINISHED = "requests of add_request() are unfinished: call step() until is_finished()"
@@ -67,6 +70,7 @@ class LLM:
         prompts: Prompt | Seq[Prompt],
         sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        lora_request: "LoRARequest | Seq[LoRARequest | None] | None" = None,
         **others: Unpack[Others],
     ) -> list[Output]:
         """Complete every prompt, and return the outputs in the order of the prompts.
@@ -77,6 +81,8 @@ class LLM:
             sampling_params: a SamplingParams for all prompts, or a list with one per prompt. None means the model's
                 generation_config.
             use_tqdm: draw progress bars.
+            lora_request: the adapter of all prompts, or a list with one adapter, or None, per prompt. Prompts with the
+                same adapter run together: docs/new-weights.md tells what a change of adapters costs.
 
         Returns:
             An Output for each prompt: a dict with `text`, `token_ids`, `finish_reason`, `stop_reason`, `prompt`,
@@ -93,7 +99,7 @@ class LLM:
         # knows which one. This raises an error if another activity uses the engine now.
         self.engine.claim.check()
         requests = self.prepare_requests(list_prompts(prompts), sampling_params, show=use_tqdm)
-        return _list_outputs(dict(self.run_requests(requests, "Generating", use_tqdm)))
+        return _list_outputs(dict(self.run_requests(requests, "Generating", use_tqdm, lora_request)))
 
     def prepare_requests(
         self,
@@ -123,17 +129,23 @@ class LLM:
         return requests
 
     def run_requests(
-        self, requests: Iterable[Request], label: str = "", show: bool = False
+        self, requests: Iterable[Request | None], label: str = "", show: bool = False, lora_request: Any = None
     ) -> Iterator[tuple[int, Output]]:
         """Run requests. When a request ends, yield (number, output); the first request has number 0.
 
         Args:
             label: the word before the progress bar.
             show: draw the progress bar.
+            lora_request: for a list of requests: see `generate`.
         """
         total = len(requests) if isinstance(requests, list) else None
         note_end = None
-        if isinstance(requests, list) and len(requests) > 1 and self.engine.config.order == "auto":
+        run_engine: Any = self.engine.run
+        if lora_request is not None and isinstance(requests, list):
+            from nanovllm.uses.adapters import group_requests
+
+            requests, note_end, run_engine = group_requests(self, requests, lora_request)
+        elif isinstance(requests, list) and len(requests) > 1 and self.engine.config.order == "auto":
             from nanovllm.uses.admission import put_in_order
 
             # Requests with a common prefix run together if the cache cannot hold all prefixes. The last part of the
@@ -142,7 +154,7 @@ class LLM:
             requests, note_end = put_in_order(self.engine, requests)
         with (
             ProgressBar(self.stats, total=total, desc=label, unit="prompt", disable=not show) as bar,
-            closing(self.engine.run(requests)) as run,
+            closing(run_engine(requests)) as run,
         ):
             self.engine.observers.append(bar)
             try:
@@ -227,6 +239,7 @@ class LLM:
         continue_final_message: bool = False,
         tools: Seq[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        lora_request: "LoRARequest | Seq[LoRARequest | None] | None" = None,
         **others: Unpack[Others],
     ) -> list[Output]:
         """Answer conversations, each a list of {"role": ..., "content": ...}, through the model's chat template.
@@ -240,6 +253,7 @@ class LLM:
             continue_final_message: let the model continue the last message; needs add_generation_prompt=False.
             tools: JSON schemas of functions, for templates that describe them to the model.
             chat_template_kwargs: values of the template's variables, for example {"enable_thinking": False}.
+            lora_request: as in `generate`, one for all conversations or one per conversation.
 
         Raises:
             ValueError: the template refuses a conversation; no conversation has run. If there are several
@@ -258,7 +272,7 @@ class LLM:
         requests = self.prepare_requests(
             texts, sampling_params, kind="conversation", add_special_tokens=False, show=use_tqdm
         )
-        return _list_outputs(dict(self.run_requests(requests, "Generating", use_tqdm)))
+        return _list_outputs(dict(self.run_requests(requests, "Generating", use_tqdm, lora_request)))
 
     def render_chat(self, messages: Seq[Message], chat_template_kwargs: Mapping[str, Any] | None = None) -> Prompt:
         """Return the prompt that `chat` makes of one conversation, with its text and its token ids.

@@ -5,9 +5,11 @@ This file is imported only when a script gives a name or a value that is not our
 
 import gc
 import logging
+import os
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping
+from dataclasses import dataclass
 from enum import Enum
 from functools import cache, partial
 from importlib.machinery import ModuleSpec
@@ -18,7 +20,7 @@ from nanovllm.config import EngineConfig, EngineOptions
 from nanovllm.outputs import Embedding, Output
 from nanovllm.sampling_params import KINDS, SamplingParams
 from nanovllm.text.prompts import Prompt
-from nanovllm.utils.checks import quote, refuse_unknown
+from nanovllm.utils.checks import quote, refuse, refuse_unknown
 
 if TYPE_CHECKING:
     from nanovllm.llm import LLM
@@ -70,6 +72,7 @@ _LOGGING = (
 _OFF = (
     *("allowed_local_media_path", "fully_sharded_loras", "interleave_mm_strings", "limit_mm_per_prompt"),
     *("max_cpu_loras", "max_lora_rank", "max_loras", "mm_processor_cache_gb"),
+    "enable_lora",  # generate, chat and jobs take adapters without it
     "trust_remote_code",  # a model that needs code of its own is refused when it is loaded
 )
 OPTIONS: Mapping[str, tuple[Any, ...]] = {
@@ -78,7 +81,7 @@ OPTIONS: Mapping[str, tuple[Any, ...]] = {
     # These would change results, or ask for something that we do not have.
     **dict.fromkeys(("kv_transfer_config", "logits_processors", "pooler_config", "profiler_config"), (None,)),
     **dict.fromkeys(("hf_overrides", "rope_scaling", "mm_processor_kwargs", "override_generation_config"), (None, {})),
-    **dict.fromkeys(("enable_lora", "enable_prompt_embeds", "enable_trace_replay"), (False,)),
+    **dict.fromkeys(("enable_prompt_embeds", "enable_trace_replay"), (False,)),
     **dict.fromkeys(("enable_expert_parallel", "skip_tokenizer_init", "calculate_kv_scales"), (False,)),
     "task": ("auto", "generate", "embed", "embedding"),
     "runner": ("auto", "generate", "pooling"),
@@ -127,7 +130,7 @@ RENAMED: Mapping[str, str] = {
 _NO_SPACE = "white space in JSON is as docs/structured.md says: for another, write a regex or a grammar"
 _OTHER_WORK = "embed(prompts) gives vectors, and score(prompts, continuations) likelihoods; no option prepares them"
 _COPY = "write the value into the config.json of a copy of the model's folder"
-_ONE_ADAPTER = "one adapter is merged when the model is loaded: LLM(model, lora='folder')"
+_GROUPS = "generate and chat take lora_request; LLM(model, lora='folder') merges one adapter for everything"
 _TEXT_ALONE = "a prompt is text or token ids, without images, videos or sounds"
 _TRACE = "LLM(model, trace='steps.json') writes what every step did"
 _EMBED = "embed(prompts, dimensions=..., normalize=...) has these as arguments"
@@ -143,7 +146,7 @@ HINTS: Mapping[str, str] = {
     # names of several kinds
     **dict.fromkeys(("enable_prompt_embeds", "mm_processor_kwargs"), _TEXT_ALONE),
     **dict.fromkeys(("multimodal", "image", "audio", "video", "EmbedsPrompt"), _TEXT_ALONE),
-    **dict.fromkeys(("enable_lora", "lora_request", "lora", "LoRARequest"), _ONE_ADAPTER),
+    "lora_request": _GROUPS,
     **dict.fromkeys(("profiler_config", "start_profile", "stop_profile"), _TRACE),
     **dict.fromkeys(("pooling_params", "PoolerConfig", "PoolingRequestOutput"), _EMBED),
     **dict.fromkeys(("classify", "reward", "ClassificationRequestOutput", "ClassificationOutput"), _NO_HEAD),
@@ -328,6 +331,23 @@ class FlexibleArgumentParser(ArgumentParser):
     """vLLM's name for a parser of a command line."""
 
 
+@dataclass(frozen=True)
+class LoRARequest:
+    """vLLM's name for the adapter of a request: see `lora_request` of `LLM.generate`. Its content alone counts.
+
+    Attributes:
+        lora_path: a folder with PEFT's adapter_config.json and adapter_model.safetensors.
+    """
+
+    lora_name: str
+    lora_int_id: int
+    lora_path: str
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.lora_path, str | os.PathLike) or not os.fspath(self.lora_path):
+            raise refuse(self.lora_path, "lora_path", "a folder with an adapter")
+
+
 class PoolingParams:
     """vLLM's name for arguments of `embed`: `dimensions`, and `use_activation`, which is our `normalize`."""
 
@@ -409,6 +429,7 @@ NAMES: Mapping[str, Any] = {
     **dict.fromkeys(("EmbeddingRequestOutput", "EmbeddingOutput"), Embedding),
     "PromptType": Prompt,
     "PoolingParams": PoolingParams,
+    "LoRARequest": LoRARequest,
     "LLMEngine": LLMEngine,
     **METRICS,
     "ProfilerConfig": dict,  # the option profiler_config refuses it
@@ -420,7 +441,7 @@ NAMES: Mapping[str, Any] = {
 
 MODULES = (
     *("engine.arg_utils", "utils.argparse_utils", "utils.print_utils", "logger", "pooling_params"),
-    *("v1", "v1.metrics", "v1.metrics.reader"),
+    *("lora", "lora.request", "v1", "v1.metrics", "v1.metrics.reader"),
 )
 """Modules of vLLM's from which scripts import these names."""
 

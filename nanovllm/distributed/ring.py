@@ -24,8 +24,8 @@ LONGEST_SLEEP = 2e-3
 
 HEADER = 5
 """How many counts stand at the beginning of a packed plan."""
-SMALLEST_CAPACITY = 512
-"""int32 elements of a slot at least: a command of 2 KiB fits, which names one tensor of the model."""
+SMALLEST_CAPACITY = 16 << 10
+"""int32 elements of a slot at least: a command of 64 KiB fits, which names two folders, or one tensor of the model."""
 
 T = TypeVar("T")
 

@@ -13,7 +13,7 @@ from nanovllm.utils.integers import ceil_div
 def prefix_digest(parent: bytes, tokens: bytes) -> bytes:
     """Return xxh3_128 of the parent's digest and the block's token ids.
 
-    The parent of a block is the block before it in the sequence. For a sequence's first block, `parent` is b"".
+    The parent of a block is the block before it in the sequence. A sequence's first block has `BlockManager.root`.
     """
     return xxhash.xxh3_128_digest(parent + tokens)
 
@@ -52,6 +52,9 @@ class BlockManager:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
+        self.root = b""
+        """The hash of the adapter's content that the weights have; b"" for the model's own. No adapter finds blocks of
+        another one. All sequences must have ended when this changes."""
         self._references = [0] * num_blocks
         self._blank = list(range(num_blocks - 1, -1, -1))
         self._evictable: OrderedDict[int, None] = OrderedDict()
@@ -195,10 +198,10 @@ class BlockManager:
         digests = seq.digests  # the sequence keeps them, so that no block is hashed twice
         while len(digests) <= index:
             start = len(digests) * size
-            parent = digests[-1] if digests else b""
+            parent = digests[-1] if digests else self.root
             digests.append(self._digest(parent, seq.token_ids[start : start + size].tobytes()))
         tokens = seq.token_ids[index * size : (index + 1) * size].tobytes()
-        return digests[index], digests[index - 1] if index else b"", tokens
+        return digests[index], digests[index - 1] if index else self.root, tokens
 
     def _forget(self, block: int) -> None:
         content = self._content[block]

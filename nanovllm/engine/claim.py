@@ -42,6 +42,8 @@ class Claim:
         """
         self.refusal: str | None = None
         """Why no activity may begin, although none has the engine. Only an activity that has the engine sets it."""
+        self.on_begin: Callable[[str], None] = lambda activity: None
+        """Called with the name of each activity, when that has the engine. uses/adapters.py sets it."""
         self._free = WeakMethod(free)  # a strong reference would be a cycle: `del llm` would not free memory at once
         self._pid = os.getpid()
         self._holder: Holder | None = None
@@ -93,6 +95,7 @@ class Claim:
             with self._lock:
                 self.check(but_for)
                 self._holder = holder
+            self.on_begin(activity)
             yield
         finally:
             # No lock: nobody else changes `_holder` as long as it is this one.

@@ -23,8 +23,9 @@ START_ANEW = "--overwrite starts anew, another -o leaves it as it is"
 class Manifest:
     """The digest of the input, the options that decide the answers, and the engine that gave them.
 
-    The file has the fields `format`, `input`, `options`, `engine`, and `changes` after --accept-changes was used: a
-    list of the differences that were accepted, each with the size of the results in bytes at that time.
+    The file has the fields `format`, `input`, `options`, `engine`, `adapters` if lines name any, and `changes` after
+    --accept-changes was used: a list of the differences that were accepted, each with the size of the results in bytes
+    at that time.
     """
 
     def __init__(self, results: Path, job: Mapping[str, Any] | None, accept_changes: bool = False) -> None:
@@ -105,6 +106,29 @@ class Manifest:
                 raise RuntimeError(f"the engines of this job differ: {error}") from error
             raise
         self._engines.append(engine)
+
+    @property
+    def adapters(self) -> dict[str, str]:
+        """{folder: digest of its content} of the adapters that lines have named so far."""
+        adapters = self._data.get("adapters")
+        return adapters if isinstance(adapters, dict) else {}
+
+    def check_adapters(self, found: Mapping[str, str]) -> None:
+        """Record adapters before the first answer that has them, or compare them with those of earlier answers.
+
+        Args:
+            found: {folder: digest of its content}.
+
+        Raises:
+            ValueError: the content of an adapter is not that of earlier answers.
+            OutputError: the adapters cannot be recorded.
+        """
+        if self._job is None or not found:
+            return
+        if found.keys() - self.adapters.keys():
+            self._data["adapters"] = {**found, **self.adapters}
+            self._write()
+        self._compare("adapters", {**self.adapters, **found})
 
     def _compare(self, section: str, now: Mapping[str, Any]) -> None:
         """Compare a section with its present value. Refuse a difference, or record it if changes are accepted."""

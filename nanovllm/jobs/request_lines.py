@@ -40,10 +40,11 @@ _SERVICE = {
     **{"metadata": dict, "store": bool, "parallel_tool_calls": bool},
 }
 """These fields concern an online service. They are accepted and change no result."""
-_COMMON = ("model", *_SAMPLING, "logprobs", "response_format", "structured_outputs", *_SERVICE)
+_COMMON = ("model", "lora", *_SAMPLING, "logprobs", "response_format", "structured_outputs", *_SERVICE)
 _FIELDS = {True: (*_COMMON, *_CHAT), False: (*_COMMON, "prompt", "echo")}
 """The fields that a body may have; the key tells whether it is a chat."""
-_KINDS = {"echo": bool, "chat_template_kwargs": dict, "logit_bias": dict, "structured_outputs": dict, **_SERVICE}
+_OBJECTS = ("chat_template_kwargs", "logit_bias", "structured_outputs")
+_KINDS = {"lora": str, "echo": bool, **dict.fromkeys(_OBJECTS, dict), **_SERVICE}
 """The kinds of those fields that SamplingParams does not check."""
 _KIND_NAMES = {str: "a string", dict: "an object", bool: "true or false"}
 _NULLS = (

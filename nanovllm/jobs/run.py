@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import asdict, fields
+from functools import cache
 from itertools import islice
 from pathlib import Path
 from types import FrameType
@@ -33,13 +34,15 @@ from nanovllm.jobs.request_lines import (
 from nanovllm.jobs.result_lines import ResultLine, make_error_line, make_result_line
 from nanovllm.jobs.results_file import open_results
 from nanovllm.jobs.source import STANDARD, InputDigest, InputError, Line, Reading, Source, is_file
-from nanovllm.utils.checks import LONGEST_QUOTE, quote
+from nanovllm.utils.checks import LONGEST_QUOTE, quote, refuse
+from nanovllm.utils.digests import digest_adapter
 from nanovllm.utils.work_ahead import work_ahead
 
 if TYPE_CHECKING:
     from nanovllm.engine.sequence import Request
     from nanovllm.llm import LLM
     from nanovllm.outputs import Output
+    from nanovllm.uses.adapters import Named
     from nanovllm.uses.admission import Admission
 
 logger = logging.getLogger(__name__)
@@ -55,8 +58,9 @@ def answer_lines(
     model_name: str,
     defaults: Mapping[str, Any],
     done: Container[int] = (),
-    stream: "Callable[[Iterable[Request]], Iterator[tuple[int, Output]]] | None" = None,
+    stream: "Callable[[Iterable[Any]], Iterator[tuple[int, Output]]] | None" = None,
     admission: "Admission | None" = None,
+    note_adapters: Callable[[Mapping[str, str]], None] = lambda found: None,
 ) -> None:
     """Answer every line that is not done. Lines are read lazily, and written in the order in which they end.
 
@@ -66,6 +70,7 @@ def answer_lines(
         done: the numbers of the lines that have a result. Their ids still count as seen.
         stream: runs the requests; None means `llm.run_requests`.
         admission: reads further ahead, and chooses the next line; None keeps the given order.
+        note_adapters: is called with {folder: digest} before the first line that names an adapter.
     """
     ids = DigestSet()
     running: dict[int, tuple[_RunningLine, int]] = {}
@@ -95,13 +100,45 @@ def answer_lines(
                 else:
                     yield request_line, prepared
 
-    def take_requests() -> Generator["Request", None, None]:
+    @cache
+    def find_adapter(folder: str | None) -> "Named | str":
+        """Return the adapter of a folder, or why there is none."""
+        from nanovllm.uses.adapters import BASE, find_adapters
+
+        if folder is None:
+            return BASE
+        try:
+            if stream is not None:
+                raise refuse(folder, "lora", "left out with --ray, whose engines answer several parts at once")
+            found = find_adapters(llm, "lora").find(folder, "lora")
+        except ValueError as error:
+            return str(error)
+        note_adapters({folder: found.root.hex()})
+        return found
+
+    def change_adapter(line: RequestLine) -> Iterator[None]:
+        """Bring the adapter of a line into the weights, and yield None until that can be done. LineError if it is bad.
+
+        Lines without an adapter need this, too, once another line had one.
+        """
+        folder = line.body.get("lora")
+        if folder is not None or "_adapters" in vars(llm):
+            if isinstance(found := find_adapter(folder), str):
+                raise LineError("invalid_request", found, line.custom_id)
+            yield from vars(llm)["_adapters"].change(found)
+
+    def take_requests() -> "Generator[Request | None, None, None]":
         count = 0
         with closing(prepare_lines()) as lines:
             for line in lines if admission is None else admission.reorder(lines):
                 if line is None:
                     continue
                 request_line, prepared = line
+                try:
+                    yield from change_adapter(request_line)  # yields None, too, which is no request
+                except LineError as error:
+                    write(make_error_line(request_line.number, error))
+                    continue
                 running_line = _RunningLine(request_line, len(prepared), {})
                 for position, request in enumerate(prepared):
                     running[count] = (running_line, position)
@@ -286,14 +323,19 @@ def _answer_here(work: OpenJob) -> None:
         work.counts.load_seconds = time.perf_counter() - since
         llm.engine.observers.append(bar)
         work.manifest.check_engine(read_provenance(llm.engine))
+        work.manifest.check_adapters({folder: digest_adapter(folder) for folder in work.manifest.adapters})
         admission = None
         if first is not None and work.job.config.order == "auto":  # whoever writes into a pipe may wait for answers
             from nanovllm.uses.admission import Admission
 
-            admission = Admission(llm.engine)
+            admission = Admission(llm.engine, find_key=lambda line: line.body.get("lora"))
         try:
             job = work.job
-            answer_lines(llm, lines, work.write, job.model_name, job.sampling, work.done, admission=admission)
+            answer_lines(
+                *(llm, lines, work.write, job.model_name, job.sampling, work.done),
+                admission=admission,
+                note_adapters=work.manifest.check_adapters,
+            )
         except ValueError as error:  # no line can cause it, and supervise() takes a ValueError for a usage error
             raise RuntimeError(str(error)) from error
     work.check_complete(reading.numbers, reading.digest)

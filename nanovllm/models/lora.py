@@ -5,7 +5,8 @@ matrix is W + scale * B A. The sum is computed in float32 and rounded once, to t
 """
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from nanovllm.models.hub import as_path
 from nanovllm.models.model_config import read_json
+from nanovllm.models.weight_reader import checkpoint_files, name_canonically, open_tensors
 from nanovllm.utils.checks import as_integer, as_number, quote
 
 CONFIG = "adapter_config.json"
@@ -34,12 +36,18 @@ CHANGED_BASES = ("pissa", "olora", "corda", "loftq")
 class Adapter:
     """An adapter of PEFT's format: a folder with adapter_config.json and adapter_model.safetensors."""
 
-    def __init__(self, folder: str) -> None:
-        """Read the adapter. ValueError if a file is missing or damaged, or if the adapter cannot be merged."""
-        path = as_path(folder, "lora")
+    def __init__(self, folder: str, option: str = "lora") -> None:
+        """Read the adapter. ValueError if a file is missing or damaged, or if the adapter cannot be merged.
+
+        Args:
+            option: what names the folder, for error messages.
+        """
+        path = as_path(folder, option)
         for name in (CONFIG, WEIGHTS):
             if not (path / name).is_file():
-                raise ValueError(f"lora is {quote(folder)}, which has no {name}; it must be a folder that PEFT saved")
+                raise ValueError(
+                    f"{option} is {quote(folder)}, which has no {name}; it must be a folder that PEFT saved"
+                )
         self._source = path / WEIGHTS
         self._rank, self._scale = _read_config(path / CONFIG)
         try:
@@ -63,6 +71,11 @@ class Adapter:
             self._pairs[f"{module}.weight"] = (tensors[a].float(), tensors[b].float())
         if not self._pairs:
             raise ValueError(f"{self._source} changes no matrix: it has no lora_A")
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The names of the matrices that it changes."""
+        return frozenset(self._pairs)
 
     def check_names(self, names: Collection[str]) -> None:
         """Raise a ValueError unless each of the adapter's matrices is one that the model reads from its checkpoint."""
@@ -108,6 +121,18 @@ class _MergedMatrix:
         rows, columns = slices
         weight: Tensor = self._source[slices].float()
         return weight + self._scale * (self._b[rows] @ self._a[:, columns])
+
+
+@contextmanager
+def open_checkpoint(folder: Path) -> Iterator[dict[str, Any]]:
+    """Open a checkpoint's files, and yield {canonical name of a tensor: its slice object}. ValueError if one is bad."""
+    with ExitStack() as stack:
+        sources: dict[str, Any] = {}
+        for path in checkpoint_files(folder):
+            file = stack.enter_context(open_tensors(path))
+            sources |= {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  # not a dict
+        names = name_canonically(sources)
+        yield {names[name]: source for name, source in sources.items()}
 
 
 def _read_config(path: Path) -> tuple[int, float]:

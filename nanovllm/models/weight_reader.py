@@ -151,7 +151,7 @@ def load_weights(
         adapter.check_names(targets.keys() | elsewhere)
     copy = model.backend.make_copier()
     for path in tqdm(files, desc="Loading weights", unit="file", disable=not show_progress or len(files) == 1):
-        with _open(path) as file:
+        with open_tensors(path) as file:
             for name in file.keys():  # noqa: SIM118  # not a dict
                 parallel.raise_failure()
                 source = file.get_slice(name)
@@ -165,7 +165,7 @@ def find_names(files: Iterable[Path]) -> set[str]:
     """Return the names of all tensors in a checkpoint's files; ValueError if two files have the same."""
     found: set[str] = set()
     for path in files:
-        with _open(path) as file:
+        with open_tensors(path) as file:
             names = file.keys()
         if double := found.intersection(names):
             raise ValueError(f"{path}: tensor {min(double)} is in another file too")
@@ -199,7 +199,7 @@ def has_lm_head(config: "PretrainedConfig", folder: Path | None) -> bool:
 
 
 @contextmanager
-def _open(path: Path) -> Iterator[Any]:
+def open_tensors(path: Path) -> Iterator[Any]:
     """Open a file of tensors; raises a ValueError if it cannot be read."""
     try:
         with safe_open(path, framework="pt") as file:

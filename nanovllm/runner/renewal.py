@@ -1,7 +1,9 @@
 """New weights in a running engine, and an engine that sleeps: for reinforcement learning, and for many checkpoints."""
 
-from collections.abc import Callable, Iterable, Mapping
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +13,7 @@ from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.layers.linear import MatrixModule
 from nanovllm.layers.parallel import Parallel
 from nanovllm.layers.weights import WeightTarget
+from nanovllm.models.lora import Adapter, open_checkpoint
 from nanovllm.models.model_config import find_decoder
 from nanovllm.models.weight_reader import name_canonically, name_some
 from nanovllm.runner.model_runner import ModelRunner
@@ -41,7 +44,8 @@ class Renewal:
         self._num_blocks = engine.scheduler.block_manager.num_blocks
         self._level = 0
         """The level of the sleep; 0 while the engine is awake."""
-        self._has_new_weights = False
+        self.has_new_weights = False
+        """Whether `load_weights` has replaced weights."""
 
     def _command(self, command: Command, tensor: Tensor | None = None) -> None:
         """Have every rank run a command. If one fails, no rank can go on, and the engine is closed."""
@@ -86,7 +90,7 @@ class Renewal:
                 dtype = str(tensor.dtype).removeprefix("torch.")
                 command = {"do": "write", "name": canonical[name], "shape": list(tensor.shape), "dtype": dtype}
                 self._command(command, tensor)
-        self._has_new_weights = self._has_new_weights or load.has_written
+        self.has_new_weights = self.has_new_weights or load.has_written
         if finish:
             self._command({"do": "forget"})
             self._claim.refusal = None
@@ -108,8 +112,36 @@ class Renewal:
         with self._claim.held_by("wake_up()", but_for=(ASLEEP,)):
             if self._level:  # no other thread has done it meanwhile
                 self._command({"do": "wake_up", "level": self._level, "num_blocks": self._num_blocks})
-                self._claim.refusal = REPLACED if self._level == 2 and self._has_new_weights else None
+                self._claim.refusal = REPLACED if self._level == 2 and self.has_new_weights else None
                 self._level = 0
+
+    def check_adapter(self, checkpoint: Path, folder: str, option: str) -> None:
+        """Raise a ValueError unless an adapter can be merged into a checkpoint. Nothing is written.
+
+        Args:
+            checkpoint: the model's folder.
+            option: what names the adapter's folder, for error messages.
+        """
+        adapter = Adapter(folder, option)
+        with open_checkpoint(checkpoint) as sources:
+            adapter.check_names(WeightLoad(self._rank.runner).find_names(set(sources)))
+            for name, source in sources.items():
+                adapter.merge(name, source)  # it reads an embedding or a head at most
+
+    def adapt(self, checkpoint: Path, folder: str | None) -> int:
+        """Read again what the last adapter has changed and what the next one changes, on every rank.
+
+        If this fails, the engine is closed.
+
+        Args:
+            checkpoint: the model's folder.
+            folder: the adapter's, which `check_adapter` has checked; None for the model as it was loaded.
+
+        Returns:
+            The bytes of the checkpoint's tensors that were read.
+        """
+        self._command({"do": "adapt", "checkpoint": str(checkpoint), "folder": folder})
+        return self._rank.num_read_bytes
 
     def _forget_prefixes(self) -> None:
         with self._claim.work():
@@ -132,14 +164,18 @@ class RankRenewal:
     """The part of one rank: it runs the commands that `Renewal` sends to all of them."""
 
     def __init__(self, runner: ModelRunner) -> None:
-        self._runner = runner
+        self.runner = runner
+        self.num_read_bytes = 0
+        """The bytes of the checkpoint's tensors that the last "adapt" has read; several ranks read them together."""
         self._load: WeightLoad | None = None
+        self._adapted = frozenset[str]()
+        """The names of the matrices that the present adapter changes."""
 
     @property
     def load(self) -> "WeightLoad":
         """The load that has begun, or a new one."""
         if self._load is None:
-            self._load = WeightLoad(self._runner)
+            self._load = WeightLoad(self.runner)
         return self._load
 
     def run(self, command: Command, tensor: Tensor | None) -> None:
@@ -148,26 +184,41 @@ class RankRenewal:
         Args:
             tensor: the whole tensor of a "write". This rank takes its share.
         """
-        runners = [runner for runner in (self._runner, self._runner.draft) if runner is not None]
+        runners = [runner for runner in (self.runner, self.runner.draft) if runner is not None]
         match command["do"]:
             case "write":
                 assert tensor is not None
                 self.load.write(command["name"], tensor)
+            case "adapt":
+                self._adapt(Path(command["checkpoint"]), command["folder"])
+                self.run({"do": "forget"}, None)
             case "forget":
                 if self._load is not None and self._load.has_written:
-                    self._runner.steps.renew()
+                    self.runner.steps.renew()
                 self._load = None
-                self._runner.backend.synchronize()  # the next step may come from another thread's stream
+                self.runner.backend.synchronize()  # the next step may come from another thread's stream
             case "sleep":
                 for runner in runners:
                     runner.free_cache()
                     if command["level"] == 2:
                         runner.free_model()
-                self._runner.backend.release_memory()
+                self.runner.backend.release_memory()
             case "wake_up":
                 for runner in runners if command["level"] == 2 else ():
                     runner.load_model()
-                self._runner.fill_cache(command["num_blocks"])
+                self.runner.fill_cache(command["num_blocks"])
+
+    def _adapt(self, checkpoint: Path, folder: str | None) -> None:
+        """Read modules from the checkpoint again, with an adapter or without one, one module after another."""
+        adapter = None if folder is None else Adapter(folder)
+        names = frozenset[str]() if adapter is None else adapter.names
+        self.num_read_bytes = 0
+        with open_checkpoint(checkpoint) as sources:
+            for name in self.load.find_parts(set(sources), self._adapted | names):
+                source = sources[name]
+                self.num_read_bytes += math.prod(source.get_shape()) * int(source.get_dtype().strip("BF")) // 8
+                self.load.write(name, source if adapter is None else adapter.merge(name, source))
+        self._adapted = names
 
 
 class WeightLoad:
@@ -245,12 +296,28 @@ class WeightLoad:
         lacking = {name for path, names in come.items() for name in self._needed[path] - names}
         return f"the load is not complete: {name_some(lacking)} must come, too" if lacking else None
 
+    def find_names(self, names: set[str]) -> set[str]:
+        """Return the names of the tensors that the model reads, or leaves unread, of a checkpoint with these names."""
+        self._find_places(names)
+        return self._places.keys() | {name for name in names if name.startswith(self._shapes.unread)}
+
+    def find_parts(self, names: set[str], changed: Collection[str]) -> list[str]:
+        """Return the names of all tensors that fill the modules of the `changed` ones: each module's one after another.
+
+        Args:
+            names: those of the checkpoint.
+        """
+        self._find_places(names)
+        paths = {path for name in changed for path, _ in self._places.get(name, ())}
+        return [name for path in sorted(paths) for name in sorted(self._needed[path])]
+
     @torch.no_grad()
-    def write(self, name: str, tensor: Tensor) -> None:
+    def write(self, name: str, tensor: Any) -> None:
         """Write one checked tensor, and replace every module that has all of its parts now.
 
         Args:
             name: its canonical name.
+            tensor: the whole tensor, or a slice object of safetensors.
         """
         if name not in self._places:  # on a follower, which has not checked the names
             self._find_places({name})
@@ -266,7 +333,7 @@ class WeightLoad:
                 if is_mine:
                     self._replace(path)
 
-    def _gather(self, path: str, target: WeightTarget, tensor: Tensor) -> None:
+    def _gather(self, path: str, target: WeightTarget, tensor: Any) -> None:
         """Copy a part of a module to the memory where the module's new parameters are gathered."""
         shapes = dict(self._shapes.get_submodule(path).named_parameters(recurse=False))
         if self._filling is not None and self._filling.is_quantized(path):

@@ -167,11 +167,18 @@ def keeps_prefixes(needed: NDArray[np.int64], common: NDArray[np.int64], max_num
 class Admission:
     """Reorders requests on their way to the engine."""
 
-    def __init__(self, engine: LLMEngine, is_list: bool = False) -> None:
+    def __init__(
+        self, engine: LLMEngine, is_list: bool = False, find_key: Callable[[Any], object] = lambda line: None
+    ) -> None:
         """
         Args:
             is_list: all requests are there. Otherwise they are read ahead, as far as there is room.
+            find_key: tells the adapter of what the caller knows a line by. Lines with one key come together, those with
+                the key None first.
         """
+        self._find_key = find_key
+        self._key: object = None
+        """The key of the candidate whose turn came last."""
         self._config = engine.config
         self._num_blocks = engine.scheduler.block_manager.num_blocks
         self._has_all = is_list
@@ -237,6 +244,7 @@ class Admission:
         self._num_bytes -= len(one.prompt)
         self._last = one.prompt
         item, requests = one.line
+        self._key = self._find_key(item)
         return item, [replace(request, reason=one.describe()) for request in requests]
 
     def _sort(self) -> None:
@@ -246,10 +254,16 @@ class Admission:
             means = {key: sum(lengths) / len(lengths) for key, lengths in self._lengths.items()}
             for one in candidates:
                 one.mean = means.get(one.prompt[: 4 * self._config.block_size], means[b""])
-        if self._new:
-            form_groups(candidates, self._config, self._num_blocks, self._last)
+        by_key: dict[object, list[Candidate]] = {self._key: []}  # the adapter that is in use comes first
+        for one in sorted(candidates, key=lambda one: one.number):
+            by_key.setdefault(self._find_key(one.line[0]), []).append(one)
+        ordered: list[Candidate] = []
+        for members in filter(None, by_key.values()):
+            if self._new:
+                form_groups(members, self._config, self._num_blocks, self._last)
+            ordered += sort_candidates(members, self._count_rows(members) if self._has_all else 0)
         self._new = []
-        self._sorted = sort_candidates(candidates, self._count_rows(candidates) if self._has_all else 0)[::-1]
+        self._sorted = ordered[::-1]
         num_events = self._num_read + len(self._lengths[b""])
         self._sort_at = num_events + max(len(candidates) // 2, max_num_seqs)
 
@@ -264,21 +278,38 @@ class Admission:
 
 
 def put_in_order(
-    engine: LLMEngine, requests: list[Request]
-) -> tuple[Iterator[Request], Callable[[int, Sequence], int]]:
+    engine: LLMEngine,
+    requests: list[Request],
+    find_key: Callable[[Any], object] = lambda number: None,
+    change: Callable[[int], Iterable[None]] = lambda number: (),
+) -> tuple[Iterator[Request | None], Callable[[int, Sequence], int]]:
     """Return requests for `LLMEngine.run` in the order that ends soonest, and a function to call as each one ends.
 
-    The function takes the number that the run gave to the request, and returns its number in the given order.
+    With order="given" they are only grouped by their keys.
+
+    Args:
+        find_key: takes a request's number in the given order: see `Admission`.
+        change: is called before each request. It yields None until the request may run.
+
+    Returns:
+        The function takes the number that the run gave to the request, and returns its number in the given order.
     """
-    admission = Admission(engine, is_list=True)
+    admission = Admission(engine, True, find_key)
     taken: list[int] = []
 
     def fix_numbers() -> Iterator[tuple[int, list[Request]]]:
         for number, request in enumerate(requests):
             yield number, [replace(request, numbers=engine.next_numbers(request.params.n))]
 
-    def take_all() -> Iterator[Request]:
-        for number, (request,) in admission.reorder(fix_numbers()):
+    def group() -> Iterable[tuple[int, list[Request]]]:
+        if engine.config.order == "auto":
+            return admission.reorder(fix_numbers())
+        places: dict[object, int] = {None: 0}
+        return sorted(fix_numbers(), key=lambda line: places.setdefault(find_key(line[0]), len(places)))
+
+    def take_all() -> Iterator[Request | None]:
+        for number, (request,) in group():
+            yield from change(number)
             taken.append(number)
             yield request
 

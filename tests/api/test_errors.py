@@ -409,7 +409,7 @@ def test_only_what_is_close_is_suggested(random_model: Path) -> None:
 
 VLLM_REFUSED: dict[str, Any] = {
     "skip_tokenizer_init": True,
-    **{"enable_lora": True, "hf_overrides": {"rope_theta": 1}, "enable_expert_parallel": True},
+    **{"hf_overrides": {"rope_theta": 1}, "enable_expert_parallel": True},
     **{"tokenizer": "another/tokenizer", "generation_config": "vllm", "cpu_offload_gb": 4, "task": "classify"},
 }
 
@@ -432,7 +432,7 @@ def test_vllms_and_nano_vllms_neutral_and_harmless_options_change_nothing(random
     harmless = {
         **{"disable_log_stats": True, "swap_space": 4, "trust_remote_code": True, "tokenizer": str(random_model)},
         **{"quantization": None, "pipeline_parallel_size": 1, "enable_chunked_prefill": False, "revision": None},
-        **{"tokenizer_mode": "auto", "max_lora_rank": 16, "enable_lora": False, "load_format": "safetensors"},
+        **{"tokenizer_mode": "auto", "max_lora_rank": 16, "enable_lora": True, "load_format": "safetensors"},
         **{"compilation_config": {"level": 3}, "hf_overrides": {}, "task": "generate", "runner": "auto"},
         **{"num_kvcache_blocks": -1, "hf_config": None, "eos": -1},
     }

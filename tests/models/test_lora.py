@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.adapters import LINEAR, save_adapter
 from helpers.hybrids import save_hub_form
 from helpers.tiny import BLOCK, draw_prompts, edit_json, greedy, save_random
 from safetensors.torch import load_file, save_file
@@ -13,7 +14,7 @@ from transformers import LlamaForCausalLM, PreTrainedModel, Qwen2ForCausalLM, Qw
 from nanovllm import LLM, SamplingParams
 from nanovllm.jobs.provenance import read_provenance
 
-peft = pytest.importorskip("peft")
+pytest.importorskip("peft")
 
 OPTIONS: dict[str, Any] = {
     "dtype": "float32",
@@ -23,20 +24,6 @@ OPTIONS: dict[str, Any] = {
     "num_kvcache_blocks": 24,
 }
 PROMPTS = draw_prompts([1, 15, 40])
-LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-
-
-def save_adapter(model: PreTrainedModel, folder: Path, **changes: Any) -> PreTrainedModel:
-    """Write a random adapter of the model, and return the model with the adapter merged by PEFT."""
-    torch.manual_seed(1)
-    config = {"r": 4, "lora_alpha": 12, "target_modules": LINEAR} | changes
-    adapted = peft.get_peft_model(model, peft.LoraConfig(**config))
-    with torch.no_grad():
-        for name, parameter in adapted.named_parameters():
-            if "lora_B" in name:
-                parameter.normal_(0, 0.2)
-    adapted.save_pretrained(folder)
-    return adapted.merge_and_unload()
 
 
 def say(folder: Path, **options: Any) -> list[list[int]]:

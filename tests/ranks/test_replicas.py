@@ -20,7 +20,7 @@ from helpers.tiny import CROWDED, draw_prompts
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanovllm import LLM, SamplingParams
+from nanovllm import LLM, LoRARequest, SamplingParams
 from nanovllm.backends.cpu.backend import CpuBackend
 from nanovllm.commands.cli import main
 from nanovllm.config import EngineConfig
@@ -190,6 +190,9 @@ def test_what_is_for_one_engine_is_refused_by_name(two: LLM, random_model: Path)
             use()
     with pytest.raises(ValueError, match=r"trace is .*it must be None with data_parallel_size=2"):
         LLM(random_model, data_parallel_size=2, trace="steps.json", **OPTIONS)
+    adapter = LoRARequest("any", 1, "anywhere")
+    with pytest.raises(ValueError, match="data_parallel_size is 2; it must be 1 where requests have lora_request"):
+        two.generate([[1]], use_tqdm=False, lora_request=adapter)
     assert two.is_finished()
 
 

@@ -1,0 +1,195 @@
+"""Adapters by groups: each request may name a LoRA adapter, and the engine's weights change between the groups.
+
+    group of A -- drained --> read again what A changed and B changes -- group of B -- drained --> ...
+
+The engine has one model at a time, so its steps cost what they cost without adapters. A group that ends leaves its
+adapter in the weights. The next activity that names no adapter brings back the model as it was loaded.
+
+The prefix cache stays: `BlockManager.root` is the hash of the adapter's content, so each adapter finds its own blocks.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+from weakref import proxy
+
+from nanovllm.engine.interrupt import HoldInterrupt
+from nanovllm.engine.llm_engine import OPEN_RUN
+from nanovllm.engine.sequence import Request, Sequence
+from nanovllm.models.hub import as_path
+from nanovllm.uses.admission import put_in_order
+from nanovllm.utils.checks import quote, refuse
+from nanovllm.utils.digests import digest_adapter
+from nanovllm.vllm_names import LoRARequest
+
+logger = logging.getLogger(__name__)
+
+RUN = (f"{OPEN_RUN[0]} with adapters", OPEN_RUN[1])
+"""The arguments of `Claim.held_by` for a run that changes adapters itself."""
+
+
+class Named(NamedTuple):
+    """An adapter that requests name.
+
+    Attributes:
+        folder: its absolute path; "" for the model as it was loaded.
+        root: the hash of its content: see `BlockManager.root`.
+    """
+
+    folder: str = ""
+    root: bytes = b""
+
+
+BASE = Named()
+"""The model as it was loaded."""
+
+
+class Adapters:
+    """Brings adapters into an engine's weights, and out of them. `find_adapters` makes it."""
+
+    def __init__(self, llm: Any) -> None:
+        """
+        Args:
+            llm: the `LLM`.
+        """
+        self._llm = proxy(llm)  # a strong reference would be a cycle: `del llm` would not free memory at once
+        self._checked: set[bytes] = set()
+        """The hashes of adapters that fit the model."""
+        llm.engine.claim.on_begin = self._begin
+
+    @property
+    def root(self) -> bytes:
+        """Tells which adapter the weights have: see `BlockManager.root`."""
+        root: bytes = self._llm.engine.scheduler.block_manager.root
+        return root
+
+    def find(self, folder: str, option: str) -> Named:
+        """Return the adapter of a folder. ValueError unless it can be merged into the model; nothing is written.
+
+        Args:
+            option: what names the folder, for error messages.
+        """
+        path = as_path(folder, option).absolute()
+        named = Named(str(path), bytes.fromhex(digest_adapter(path)))
+        if named.root not in self._checked:
+            self._llm._renewal.check_adapter(self._llm.engine.facts.origin, named.folder, option)
+            self._checked.add(named.root)
+        return named
+
+    def change(self, named: Named) -> Iterator[None]:
+        """Bring an adapter into the weights. Yield None, which a run takes, until the engine has no sequence left.
+
+        Raises:
+            RuntimeError: the content of the adapter is no longer what `find` saw, or it could not be read to its end.
+        """
+        scheduler = self._llm.engine.scheduler
+        while named.root != self.root and (scheduler.waiting or scheduler.running):
+            yield None
+        if named.root != self.root:
+            self._load(named)
+
+    def _begin(self, activity: str) -> None:
+        if self.root and activity != RUN[0]:
+            self._load(BASE)
+
+    def _load(self, named: Named) -> None:
+        engine = self._llm.engine
+        what = f"the adapter {quote(named.folder)}" if named.folder else "the model without an adapter"
+        since = time.perf_counter()
+        if named.folder and digest_adapter(named.folder) != named.root.hex():
+            raise RuntimeError(f"{what} has changed since its first request was read: leave its files as they are")
+        with HoldInterrupt(on_second=engine.close), engine.claim.work():
+            engine.abort_all()  # a step without results may be in flight
+            try:
+                num_bytes = self._llm._renewal.adapt(engine.facts.origin, named.folder or None)
+            except Exception as error:
+                raise RuntimeError(
+                    f"{what} could not be read: {error}; the engine is closed, because some weights may be new, and "
+                    "others old"
+                ) from error
+            engine.scheduler.block_manager.root = named.root
+        seconds = time.perf_counter() - since
+        logger.info("%s is in the weights: %.2f s, %.1f MB of the checkpoint read", what, seconds, num_bytes / 1e6)
+
+
+def find_adapters(llm: Any, option: str) -> Adapters:
+    """Return what changes an engine's adapters. ValueError if the engine cannot have any.
+
+    Args:
+        llm: the `LLM`.
+        option: what asks for an adapter, for error messages.
+    """
+    engine = llm.engine
+    config = engine.config
+    if config.lora is not None:
+        raise refuse(config.lora, "lora", f"left out of the engine's options where requests have {option}")
+    if config.data_parallel_size > 1:
+        raise refuse(config.data_parallel_size, "data_parallel_size", f"1 where requests have {option}")
+    if config.load_format == "dummy" or not isinstance(engine.facts.origin, Path):
+        raise ValueError(f'{option} needs a checkpoint to merge an adapter into, and load_format="dummy" reads none')
+    hf_config = getattr(engine.runner, "local", engine.runner).hf_config
+    if quantized := getattr(hf_config, "quantization_config", None):
+        raise ValueError(
+            f"{option} names an adapter, and the checkpoint is quantised already ({quantized.get('quant_method')}): an "
+            'adapter can be merged only into a checkpoint of 16 or 32 bits; quantization="int8" quantises the merged '
+            "weights"
+        )
+    if llm._renewal.has_new_weights:
+        raise ValueError(
+            f"{option} names an adapter, which is merged into the checkpoint's weights, and load_weights() has "
+            "replaced those: make another engine"
+        )
+    adapters: Adapters | None = vars(llm).get("_adapters")
+    if adapters is None:
+        adapters = vars(llm)["_adapters"] = Adapters(llm)
+    return adapters
+
+
+def list_folders(lora_request: Any, count: int) -> list[str | None]:
+    """Return the adapter's folder of each of `count` requests; None for the model as it was loaded.
+
+    Raises:
+        ValueError: `lora_request` is neither one for all requests nor one per request.
+    """
+    listed = list(lora_request) if isinstance(lora_request, list | tuple) else [lora_request] * count
+    if len(listed) != count:
+        raise ValueError(f"{len(listed)} lora_requests for {count} prompts; give one for all, or one per prompt")
+    for one in listed:
+        if not isinstance(one, LoRARequest | None):
+            raise refuse(one, "lora_request", "a LoRARequest, None, or a list with one of these per prompt")
+    return [None if one is None else one.lora_path for one in listed]
+
+
+def group_requests(
+    llm: Any, requests: list[Request], lora_request: Any
+) -> tuple[Iterator[Request | None], Callable[[int, Sequence], int], Callable[[Any], Any]]:
+    """Return requests by groups, one for each adapter, what `put_in_order` returns beside them, and what runs them.
+
+    The group whose adapter the weights have comes first, and the others in the order of their first requests. Numbers,
+    and so seeds, are fixed before that, in the given order.
+
+    Args:
+        llm: the `LLM`.
+        lora_request: see `LLM.generate`.
+    """
+    engine = llm.engine
+    adapters = find_adapters(llm, "lora_request")
+    folders = list_folders(lora_request, len(requests))
+    named: dict[Any, Named] = {None: BASE}
+    keys: list[bytes | None] = []
+    ordered, note_end = put_in_order(
+        engine, requests, keys.__getitem__, lambda number: adapters.change(named[folders[number]])
+    )
+
+    def take_all() -> Iterator[Request | None]:
+        for folder in filter(None, dict.fromkeys(folders)):  # here, where the run has the engine
+            named[folder] = adapters.find(folder, "lora_request")
+        loaded = adapters.root
+        roots = [named[folder].root for folder in folders]
+        keys.extend(None if root == loaded else root for root in roots)
+        yield from ordered
+
+    return take_all(), note_end, partial(engine.run, holder=RUN)

@@ -1,0 +1,38 @@
+"""Digests of files that decide tokens: those of a model, and those of an adapter."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import xxhash
+
+ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
+"""The files of a LoRA adapter."""
+
+MAX_HEADER = 100_000_000  # bytes: safetensors' own limit
+
+
+def digest_files(folder: Path, patterns: Sequence[str], with_tensors: bool) -> str:
+    """Return a hexadecimal digest of a folder's files: of their sizes and contents. ValueError if one cannot be read.
+
+    Args:
+        with_tensors: read all of the files of tensors, or only their headers, which name every tensor.
+    """
+    digest = xxhash.xxh3_128()
+    try:
+        for path in sorted(path for pattern in patterns for path in folder.glob(pattern)):
+            with open(path, "rb") as file:
+                if path.suffix == ".safetensors" and not with_tensors:
+                    content = file.read(8)
+                    content += file.read(min(int.from_bytes(content, "little"), MAX_HEADER))
+                else:
+                    content = file.read()
+            digest.update(f"{path.name}/{path.stat().st_size}/{len(content)}/".encode() + content)
+    except OSError as error:
+        raise ValueError(f"{folder} cannot be read: {error}") from error
+    return digest.hexdigest()
+
+
+def digest_adapter(folder: str | os.PathLike[str]) -> str:
+    """Return a hexadecimal digest of an adapter's content: see `digest_files`."""
+    return digest_files(Path(folder).expanduser(), ADAPTER, with_tensors=True)
