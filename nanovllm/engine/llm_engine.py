@@ -249,8 +249,7 @@ class LLMEngine:
                     self._raise_kept()
             finally:
                 self._kept_error = None
-                # One Ctrl-C does not stop abort_all() halfway; a second one closes the engine. A closed engine raises
-                # ClosedError, and has nothing to abort.
+                # One Ctrl-C does not stop abort_all() halfway. ClosedError: a closed engine has nothing to abort.
                 with hold, suppress(ClosedError), self.claim.work():
                     self.abort_all()
                 if interrupt is not None:

@@ -205,10 +205,10 @@ def test_a_text_ends_with_the_token_that_the_tokenizer_appends(reciter: Path, tm
 
 @pytest.mark.parametrize("page", ["embeddings", "new-weights"])
 def test_the_pages_examples_run(page: str) -> None:
-    """With the built-in model; the block about an adapter needs one, so tests/models/test_lora.py stands for it."""
+    """With the built-in model. Blocks about adapters need some: test_lora.py and test_adapters.py stand for them."""
     from helpers.paths import ROOT
 
     text = (ROOT / "docs" / f"{page}.md").read_text()
     blocks = [block.split("```")[0] for block in text.split("```python\n")[1:]]
-    code = "".join(block for block in blocks if "lora=" not in block)
+    code = "".join(block for block in blocks if "lora" not in block.lower())
     exec(code.replace("Qwen/Qwen3-Embedding-0.6B", "tiny-qwen3"), {})
