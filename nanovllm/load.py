@@ -28,6 +28,7 @@ from nanovllm.runner.resolve import resolve
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.tokenizer import Tokenizer
 from nanovllm.utils.checks import as_integer
+from nanovllm.utils.digests import stamp_files
 from nanovllm.utils.machine import limit_threads
 from nanovllm.utils.memory import check_room
 
@@ -107,7 +108,9 @@ def read_files(asked: EngineConfig) -> "tuple[Path | None, Path | None, Pretrain
     named = {**data, **generation}.get("eos_token_id")  # one id or several
     ids = named if isinstance(named, list) else [named]
     eos_token_ids = frozenset(as_integer(i, "the model's eos_token_id") for i in ids if i is not None)
-    facts = ModelFacts(hf_config.hidden_size, can_generate, eos_token_ids, default_params, folder or source)
+    origin = source if folder is None else folder.absolute()
+    stamps = frozenset() if weights is None else stamp_files(weights)
+    facts = ModelFacts(hf_config.hidden_size, can_generate, eos_token_ids, default_params, origin, stamps)
     return folder, weights, hf_config, facts
 
 

@@ -53,6 +53,7 @@ class ModelFacts:
         eos_token_ids: the token ids that end a sequence, unless its request ignores them.
         default_params: the parameters of requests that give none.
         origin: the model's folder, or the name of a preset (a configuration without weights).
+        stamps: tells the folder's files of tensors from later ones: see `stamp_files` in utils/digests.py.
     """
 
     embedding_size: int = 0
@@ -60,6 +61,7 @@ class ModelFacts:
     eos_token_ids: frozenset[int] = frozenset()
     default_params: SamplingParams = field(default_factory=SamplingParams)
     origin: Path | str = ""
+    stamps: frozenset[tuple[str, int, int, int]] = frozenset()
 
 
 class LLMEngine:

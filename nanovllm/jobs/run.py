@@ -35,7 +35,7 @@ from nanovllm.jobs.result_lines import ResultLine, make_error_line, make_result_
 from nanovllm.jobs.results_file import open_results
 from nanovllm.jobs.source import STANDARD, InputDigest, InputError, Line, Reading, Source, is_file
 from nanovllm.utils.checks import LONGEST_QUOTE, quote, refuse
-from nanovllm.utils.digests import digest_adapter
+from nanovllm.utils.digests import digest_adapter, has_adapter
 from nanovllm.utils.work_ahead import work_ahead
 
 if TYPE_CHECKING:
@@ -122,10 +122,10 @@ def answer_lines(
         Lines without an adapter need this, too, once another line had one.
         """
         folder = line.body.get("lora")
-        if folder is not None or "_adapters" in vars(llm):
+        if folder is not None or "_adapters" in vars(llm.engine):
             if isinstance(found := find_adapter(folder), str):
                 raise LineError("invalid_request", found, line.custom_id)
-            yield from vars(llm)["_adapters"].change(found)
+            yield from vars(llm.engine)["_adapters"].change(found)
 
     def take_requests() -> "Generator[Request | None, None, None]":
         count = 0
@@ -323,7 +323,8 @@ def _answer_here(work: OpenJob) -> None:
         work.counts.load_seconds = time.perf_counter() - since
         llm.engine.observers.append(bar)
         work.manifest.check_engine(read_provenance(llm.engine))
-        work.manifest.check_adapters({folder: digest_adapter(folder) for folder in work.manifest.adapters})
+        present = filter(has_adapter, work.manifest.adapters)  # a line that names a missing one is an error of its own
+        work.manifest.check_adapters({folder: digest_adapter(folder) for folder in present})
         admission = None
         if first is not None and work.job.config.order == "auto":  # whoever writes into a pipe may wait for answers
             from nanovllm.uses.admission import Admission

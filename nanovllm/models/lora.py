@@ -43,11 +43,7 @@ class Adapter:
             option: what names the folder, for error messages.
         """
         path = as_path(folder, option)
-        for name in (CONFIG, WEIGHTS):
-            if not (path / name).is_file():
-                raise ValueError(
-                    f"{option} is {quote(folder)}, which has no {name}; it must be a folder that PEFT saved"
-                )
+        check_files(path, option)
         self._source = path / WEIGHTS
         self._rank, self._scale = _read_config(path / CONFIG)
         try:
@@ -121,6 +117,15 @@ class _MergedMatrix:
         rows, columns = slices
         weight: Tensor = self._source[slices].float()
         return weight + self._scale * (self._b[rows] @ self._a[:, columns])
+
+
+def check_files(folder: Path, option: str) -> None:
+    """Raise a ValueError unless a folder has the two files of an adapter; `option` is what names the folder."""
+    for name in (CONFIG, WEIGHTS):
+        if not (folder / name).is_file():
+            raise ValueError(
+                f"{option} is {quote(str(folder))}, which has no {name}; it must be a folder that PEFT saved"
+            )
 
 
 @contextmanager

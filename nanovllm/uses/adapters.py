@@ -14,15 +14,17 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
-from weakref import proxy
+from weakref import WeakMethod, proxy
 
 from nanovllm.engine.interrupt import HoldInterrupt
-from nanovllm.engine.llm_engine import OPEN_RUN
+from nanovllm.engine.llm_engine import OPEN_RUN, LLMEngine
 from nanovllm.engine.sequence import Request, Sequence
 from nanovllm.models.hub import as_path
+from nanovllm.models.lora import check_files
+from nanovllm.runner.renewal import Renewal
 from nanovllm.uses.admission import put_in_order
 from nanovllm.utils.checks import quote, refuse
-from nanovllm.utils.digests import digest_adapter
+from nanovllm.utils.digests import digest_adapter, stamp_files
 from nanovllm.vllm_names import LoRARequest
 
 logger = logging.getLogger(__name__)
@@ -50,21 +52,36 @@ BASE = Named()
 class Adapters:
     """Brings adapters into an engine's weights, and out of them. `find_adapters` makes it."""
 
-    def __init__(self, llm: Any) -> None:
-        """
-        Args:
-            llm: the `LLM`.
-        """
-        self._llm = proxy(llm)  # a strong reference would be a cycle: `del llm` would not free memory at once
+    def __init__(self, engine: LLMEngine) -> None:
+        # Strong references back to the engine would be cycles: `del llm` would not free memory at once.
+        self._engine: LLMEngine = proxy(engine)
+        self._renewal = Renewal(self._engine)
         self._checked: set[bytes] = set()
         """The hashes of adapters that fit the model."""
-        llm.engine.claim.on_begin = self._begin
+        begin = WeakMethod(self._begin)
+
+        def on_begin(activity: str) -> None:
+            if (found := begin()) is not None:
+                found(activity)
+
+        engine.claim.on_begin = on_begin
 
     @property
     def root(self) -> bytes:
         """Tells which adapter the weights have: see `BlockManager.root`."""
-        root: bytes = self._llm.engine.scheduler.block_manager.root
-        return root
+        return self._engine.scheduler.block_manager.root
+
+    @property
+    def _checkpoint(self) -> Path:
+        """The model's folder. ValueError if its files are no longer those that were loaded."""
+        facts = self._engine.facts
+        assert isinstance(facts.origin, Path)
+        if stamp_files(facts.origin) != facts.stamps:
+            raise ValueError(
+                f"the checkpoint {quote(str(facts.origin))} has changed since it was loaded, and an adapter must be "
+                "merged into the same weights: make another engine"
+            )
+        return facts.origin
 
     def find(self, folder: str, option: str) -> Named:
         """Return the adapter of a folder. ValueError unless it can be merged into the model; nothing is written.
@@ -73,9 +90,11 @@ class Adapters:
             option: what names the folder, for error messages.
         """
         path = as_path(folder, option).absolute()
+        check_files(path, option)
         named = Named(str(path), bytes.fromhex(digest_adapter(path)))
+        checkpoint = self._checkpoint
         if named.root not in self._checked:
-            self._llm._renewal.check_adapter(self._llm.engine.facts.origin, named.folder, option)
+            self._renewal.check_adapter(checkpoint, named.folder, option)
             self._checked.add(named.root)
         return named
 
@@ -85,7 +104,7 @@ class Adapters:
         Raises:
             RuntimeError: the content of the adapter is no longer what `find` saw, or it could not be read to its end.
         """
-        scheduler = self._llm.engine.scheduler
+        scheduler = self._engine.scheduler
         while named.root != self.root and (scheduler.waiting or scheduler.running):
             yield None
         if named.root != self.root:
@@ -96,7 +115,7 @@ class Adapters:
             self._load(BASE)
 
     def _load(self, named: Named) -> None:
-        engine = self._llm.engine
+        engine = self._engine
         what = f"the adapter {quote(named.folder)}" if named.folder else "the model without an adapter"
         since = time.perf_counter()
         if named.folder and digest_adapter(named.folder) != named.root.hex():
@@ -104,13 +123,16 @@ class Adapters:
         with HoldInterrupt(on_second=engine.close), engine.claim.work():
             engine.abort_all()  # a step without results may be in flight
             try:
-                num_bytes = self._llm._renewal.adapt(engine.facts.origin, named.folder or None)
-            except Exception as error:
+                num_bytes = self._renewal.adapt(self._checkpoint, named.folder or None)
+                engine.scheduler.block_manager.root = named.root
+            except BaseException as error:
+                engine.close()
+                if not isinstance(error, Exception):
+                    raise
                 raise RuntimeError(
                     f"{what} could not be read: {error}; the engine is closed, because some weights may be new, and "
                     "others old"
                 ) from error
-            engine.scheduler.block_manager.root = named.root
         seconds = time.perf_counter() - since
         logger.info("%s is in the weights: %.2f s, %.1f MB of the checkpoint read", what, seconds, num_bytes / 1e6)
 
@@ -142,9 +164,9 @@ def find_adapters(llm: Any, option: str) -> Adapters:
             f"{option} names an adapter, which is merged into the checkpoint's weights, and load_weights() has "
             "replaced those: make another engine"
         )
-    adapters: Adapters | None = vars(llm).get("_adapters")
+    adapters: Adapters | None = vars(engine).get("_adapters")
     if adapters is None:
-        adapters = vars(llm)["_adapters"] = Adapters(llm)
+        adapters = vars(engine)["_adapters"] = Adapters(engine)
     return adapters
 
 
@@ -176,8 +198,10 @@ def group_requests(
         lora_request: see `LLM.generate`.
     """
     engine = llm.engine
-    adapters = find_adapters(llm, "lora_request")
     folders = list_folders(lora_request, len(requests))
+    if not any(folders):
+        return *put_in_order(engine, requests), engine.run
+    adapters = find_adapters(llm, "lora_request")
     named: dict[Any, Named] = {None: BASE}
     keys: list[bytes | None] = []
     ordered, note_end = put_in_order(
@@ -185,6 +209,7 @@ def group_requests(
     )
 
     def take_all() -> Iterator[Request | None]:
+        find_adapters(llm, "lora_request")  # again: new weights may have come before the run had the engine
         for folder in filter(None, dict.fromkeys(folders)):  # here, where the run has the engine
             named[folder] = adapters.find(folder, "lora_request")
         loaded = adapters.root

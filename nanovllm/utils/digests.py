@@ -36,3 +36,13 @@ def digest_files(folder: Path, patterns: Sequence[str], with_tensors: bool) -> s
 def digest_adapter(folder: str | os.PathLike[str]) -> str:
     """Return a hexadecimal digest of an adapter's content: see `digest_files`."""
     return digest_files(Path(folder).expanduser(), ADAPTER, with_tensors=True)
+
+
+def has_adapter(folder: str) -> bool:
+    return all((Path(folder) / name).is_file() for name in ADAPTER)
+
+
+def stamp_files(folder: Path) -> frozenset[tuple[str, int, int, int]]:
+    """Return (name, bytes, time of the last change, inode) of each file of tensors: another set means other files."""
+    files = [(path.name, path.stat()) for path in folder.glob("*.safetensors")]
+    return frozenset((name, stat.st_size, stat.st_mtime_ns, stat.st_ino) for name, stat in files)

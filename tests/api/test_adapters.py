@@ -1,6 +1,7 @@
 """Requests that name adapters get what an engine that was loaded with the adapter gives, and the weights follow."""
 
 import logging
+import os
 import re
 import weakref
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2ForCausalLM
 
 from nanovllm import LLM, LoRARequest, Output, SamplingParams
-from nanovllm.runner.renewal import WeightLoad
+from nanovllm.runner.renewal import Renewal, WeightLoad
 
 pytest.importorskip("peft")
 
@@ -339,3 +340,91 @@ def test_an_adapter_that_changes_or_cannot_be_read_halfway_is_an_error(
             run(llm, second)
         with pytest.raises(RuntimeError, match="closed"):
             run(llm)
+
+
+# ---- the checkpoint, other threads, and what goes wrong
+
+SEEDED = replace(PARAMS, seed=1)
+
+
+def test_a_list_without_an_adapter_is_an_ordinary_call(case: Case) -> None:
+    with LLM(case.model, lora=str(case.adapters[0]), **OPTIONS) as llm:
+        assert all(map(are_equal, run(llm, [None] * len(PROMPTS)), run_fresh(case, 0)))
+
+
+def test_a_submitted_request_ends_although_its_llm_is_dropped_with_an_adapter(case: Case) -> None:
+    expected = run_fresh(case, None, SEEDED, PROMPTS[:1])
+    llm = LLM(case.model, **OPTIONS)
+    run(llm, case.requests[0])
+    future = llm.submit(PROMPTS[0], SEEDED)
+    del llm
+    assert are_equal(future.result(60), expected[0])
+
+
+@pytest.mark.parametrize("when", ["before an adapter", "with an adapter in the weights"])
+def test_a_checkpoint_that_changes_on_disk_is_an_error_and_never_a_mixture(when: str, tmp_path: Path) -> None:
+    case = save_case(tmp_path, save_random(tmp_path / "model"))
+    with LLM(case.model, **OPTIONS) as llm:
+        if when == "with an adapter in the weights":
+            run(llm, case.requests[0])
+        for path in case.model.glob("*.safetensors"):
+            save_file(load_file(path), path.with_suffix(".new"), {"format": "pt"})
+            path.with_suffix(".new").rename(path)  # the same bytes, but nobody knows that
+        message = "the checkpoint .* has changed since it was loaded"
+        if when == "before an adapter":
+            with pytest.raises(ValueError, match=message):
+                run(llm, case.requests[0])
+            assert all(map(are_equal, run(llm, None, SEEDED), run_fresh(case, None, SEEDED)))
+        else:
+            with pytest.raises(RuntimeError, match=f"{message}.*the engine is closed"):
+                run(llm)
+
+
+def test_the_model_is_found_again_from_another_working_folder(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(case.model.parent)
+    with LLM("model", **OPTIONS) as llm:
+        run(llm, case.requests[0])
+        monkeypatch.chdir("/")
+        assert all(map(are_equal, run(llm, None, SEEDED), run_fresh(case, None, SEEDED)))
+
+
+def test_new_weights_that_come_before_the_run_has_the_engine_refuse_its_adapters(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread may load weights between the first check and the beginning of the run."""
+    from nanovllm.uses import adapters
+
+    original = adapters.put_in_order
+
+    def load_first(*args: Any) -> Any:
+        llm._renewal.has_new_weights = True
+        return original(*args)
+
+    with LLM(case.model, **OPTIONS) as llm:
+        monkeypatch.setattr(adapters, "put_in_order", load_first)
+        with pytest.raises(ValueError, match=r"load_weights\(\) has replaced those"):
+            run(llm, case.requests[0])
+
+
+def test_an_error_between_the_weights_and_their_name_closes_the_engine(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with LLM(case.model, **OPTIONS) as llm:
+        run(llm, case.requests[0])
+        adapt = Renewal.adapt
+
+        def adapt_and_fail(self: Renewal, *args: Any) -> int:
+            adapt(self, *args)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(Renewal, "adapt", adapt_and_fail)
+        with pytest.raises(KeyboardInterrupt):
+            run(llm)
+        assert llm.engine.closed
+
+
+def test_a_pipe_in_place_of_a_file_is_refused_at_once(case: Case, tmp_path: Path) -> None:
+    (tmp_path / "adapter_model.safetensors").touch()
+    os.mkfifo(tmp_path / "adapter_config.json")
+    with LLM(case.model, **OPTIONS) as llm, pytest.raises(ValueError, match=r"which has no adapter_config\.json"):
+        run(llm, LoRARequest("", 1, str(tmp_path)))
