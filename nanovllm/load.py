@@ -21,14 +21,13 @@ from nanovllm.layers.parallel import Parallel
 from nanovllm.models.hub import find_folder, find_model
 from nanovllm.models.model_config import find_decoder, load_model_config, read_json, take_text_config
 from nanovllm.models.sizes import Sizes
-from nanovllm.models.weight_reader import has_lm_head, load_weights, read_ahead
+from nanovllm.models.weight_reader import has_lm_head, load_weights, read_ahead, stamp_checkpoint
 from nanovllm.runner.kv_memory import make_cache
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.runner.resolve import resolve
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.tokenizer import Tokenizer
 from nanovllm.utils.checks import as_integer
-from nanovllm.utils.digests import stamp_files
 from nanovllm.utils.machine import limit_threads
 from nanovllm.utils.memory import check_room
 
@@ -109,7 +108,7 @@ def read_files(asked: EngineConfig) -> "tuple[Path | None, Path | None, Pretrain
     ids = named if isinstance(named, list) else [named]
     eos_token_ids = frozenset(as_integer(i, "the model's eos_token_id") for i in ids if i is not None)
     origin = source if folder is None else folder.absolute()
-    stamps = frozenset() if weights is None else stamp_files(weights)
+    stamps = () if weights is None else stamp_checkpoint(weights.absolute())
     facts = ModelFacts(hf_config.hidden_size, can_generate, eos_token_ids, default_params, origin, stamps)
     return folder, weights, hf_config, facts
 

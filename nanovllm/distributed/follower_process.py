@@ -24,10 +24,10 @@ POLL = 1.0
 """Seconds of one wait for a report. Silence is counted in such waits and not by the clock: when a machine goes on after
 a pause, only one wait has ended, and the followers have time to report."""
 COMMAND = "import sys; fd, *sys.path = sys.argv[1:]; from nanovllm.distributed.{} import main; main(int(fd))"
+"""The folders to import from are arguments, because PYTHONPATH cannot hold a folder with a colon in its name."""
 MEETING = "NANOVLLM_MEETING"
 """The variable of a follower's environment that holds the folder where the ranks meet. The follower removes the folder
 if rank 0 is killed, even before it has got its first object."""
-"""The folders to import from are arguments, because PYTHONPATH cannot hold a folder with a colon in its name."""
 
 
 def start_process(
@@ -87,22 +87,20 @@ def describe_end(process: "subprocess.Popen[bytes]") -> str:
 class FollowerProcess:
     """The process of one follower, which runs worker.py."""
 
-    def __init__(self, start: dict[str, Any], meeting: Path, num_threads: int | None) -> None:
+    def __init__(self, start: dict[str, Any], meeting: Path, num_threads: int) -> None:
         """Start the process.
 
         Args:
             start: the argument of `worker.follow`.
             meeting: the folder where the ranks meet.
-            num_threads: how many threads compute; None leaves that to the environment.
+            num_threads: how many threads of the host compute.
         """
         self.rank: int = start["rank"]
         self.stages: set[str] = set()
         """The stages that it has reported: see `worker.follow`."""
         self.watcher: threading.Thread | None = None
         """The thread of rank 0 that reads its reports."""
-        variables = {MEETING: str(meeting)}
-        if num_threads is not None:
-            variables["OMP_NUM_THREADS"] = str(num_threads)
+        variables = {MEETING: str(meeting), "OMP_NUM_THREADS": str(num_threads)}
         self.connection, self.process = start_process("worker", start, variables, (start["ring_fd"],))
 
     def read_reports(self) -> Iterator[dict[str, Any]]:

@@ -53,7 +53,7 @@ class ModelFacts:
         eos_token_ids: the token ids that end a sequence, unless its request ignores them.
         default_params: the parameters of requests that give none.
         origin: the model's folder, or the name of a preset (a configuration without weights).
-        stamps: tells the folder's files of tensors from later ones: see `stamp_files` in utils/digests.py.
+        stamps: tells the checkpoint's files from later ones: see `stamp_checkpoint`.
     """
 
     embedding_size: int = 0
@@ -61,7 +61,7 @@ class ModelFacts:
     eos_token_ids: frozenset[int] = frozenset()
     default_params: SamplingParams = field(default_factory=SamplingParams)
     origin: Path | str = ""
-    stamps: frozenset[tuple[str, int, int, int]] = frozenset()
+    stamps: tuple[tuple[Path, int, int, int], ...] = ()
 
 
 class LLMEngine:

@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import asdict, fields
-from functools import cache
 from itertools import islice
 from pathlib import Path
 from types import FrameType
@@ -21,6 +20,7 @@ from nanovllm.jobs.compact_sets import DigestSet, LineSet
 from nanovllm.jobs.counts import JobCounts
 from nanovllm.jobs.embedding_lines import make_embedding_line, prepare_embeddings
 from nanovllm.jobs.job import IncompleteError, Job, OutputError, Status
+from nanovllm.jobs.line_adapters import LineAdapters
 from nanovllm.jobs.manifest import Manifest, write_json
 from nanovllm.jobs.provenance import read_provenance
 from nanovllm.jobs.request_lines import (
@@ -34,15 +34,14 @@ from nanovllm.jobs.request_lines import (
 from nanovllm.jobs.result_lines import ResultLine, make_error_line, make_result_line
 from nanovllm.jobs.results_file import open_results
 from nanovllm.jobs.source import STANDARD, InputDigest, InputError, Line, Reading, Source, is_file
-from nanovllm.utils.checks import LONGEST_QUOTE, quote, refuse
-from nanovllm.utils.digests import digest_adapter, has_adapter
+from nanovllm.utils.checks import LONGEST_QUOTE, quote
+from nanovllm.utils.digests import digest_adapter, find_lacking
 from nanovllm.utils.work_ahead import work_ahead
 
 if TYPE_CHECKING:
     from nanovllm.engine.sequence import Request
     from nanovllm.llm import LLM
     from nanovllm.outputs import Output
-    from nanovllm.uses.adapters import Named
     from nanovllm.uses.admission import Admission
 
 logger = logging.getLogger(__name__)
@@ -73,6 +72,7 @@ def answer_lines(
         note_adapters: is called with {folder: digest} before the first line that names an adapter.
     """
     ids = DigestSet()
+    adapters = LineAdapters(llm, note_adapters, are_allowed=stream is None)
     running: dict[int, tuple[_RunningLine, int]] = {}
     """For each request that the engine has: its line, and its position among the requests of that line."""
 
@@ -100,33 +100,6 @@ def answer_lines(
                 else:
                     yield request_line, prepared
 
-    @cache
-    def find_adapter(folder: str | None) -> "Named | str":
-        """Return the adapter of a folder, or why there is none."""
-        from nanovllm.uses.adapters import BASE, find_adapters
-
-        if folder is None:
-            return BASE
-        try:
-            if stream is not None:
-                raise refuse(folder, "lora", "left out with --ray, whose engines answer several parts at once")
-            found = find_adapters(llm, "lora").find(folder, "lora")
-        except ValueError as error:
-            return str(error)
-        note_adapters({folder: found.root.hex()})
-        return found
-
-    def change_adapter(line: RequestLine) -> Iterator[None]:
-        """Bring the adapter of a line into the weights, and yield None until that can be done. LineError if it is bad.
-
-        Lines without an adapter need this, too, once another line had one.
-        """
-        folder = line.body.get("lora")
-        if folder is not None or "_adapters" in vars(llm.engine):
-            if isinstance(found := find_adapter(folder), str):
-                raise LineError("invalid_request", found, line.custom_id)
-            yield from vars(llm.engine)["_adapters"].change(found)
-
     def take_requests() -> "Generator[Request | None, None, None]":
         count = 0
         with closing(prepare_lines()) as lines:
@@ -135,7 +108,7 @@ def answer_lines(
                     continue
                 request_line, prepared = line
                 try:
-                    yield from change_adapter(request_line)  # yields None, too, which is no request
+                    yield from adapters.change(request_line)
                 except LineError as error:
                     write(make_error_line(request_line.number, error))
                     continue
@@ -323,7 +296,8 @@ def _answer_here(work: OpenJob) -> None:
         work.counts.load_seconds = time.perf_counter() - since
         llm.engine.observers.append(bar)
         work.manifest.check_engine(read_provenance(llm.engine))
-        present = filter(has_adapter, work.manifest.adapters)  # a line that names a missing one is an error of its own
+        # A finished adapter may be gone. If a line still names it, that is an error of the line.
+        present = [folder for folder in work.manifest.adapters if find_lacking(Path(folder).expanduser()) is None]
         work.manifest.check_adapters({folder: digest_adapter(folder) for folder in present})
         admission = None
         if first is not None and work.job.config.order == "auto":  # whoever writes into a pipe may wait for answers
@@ -333,7 +307,12 @@ def _answer_here(work: OpenJob) -> None:
         try:
             job = work.job
             answer_lines(
-                *(llm, lines, work.write, job.model_name, job.sampling, work.done),
+                llm,
+                lines,
+                work.write,
+                job.model_name,
+                job.sampling,
+                work.done,
                 admission=admission,
                 note_adapters=work.manifest.check_adapters,
             )

@@ -5,8 +5,7 @@ matrix is W + scale * B A. The sum is computed in float32 and rounded once, to t
 """
 
 import math
-from collections.abc import Collection, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +16,10 @@ from torch import Tensor
 
 from nanovllm.models.hub import as_path
 from nanovllm.models.model_config import read_json
-from nanovllm.models.weight_reader import checkpoint_files, name_canonically, open_tensors
 from nanovllm.utils.checks import as_integer, as_number, quote
+from nanovllm.utils.digests import ADAPTER, find_lacking
 
-CONFIG = "adapter_config.json"
-WEIGHTS = "adapter_model.safetensors"
+CONFIG, WEIGHTS = ADAPTER
 PREFIX = "base_model.model."
 COPIED = ("model.embed_tokens.weight", "lm_head.weight")
 REFUSED = (
@@ -121,23 +119,8 @@ class _MergedMatrix:
 
 def check_files(folder: Path, option: str) -> None:
     """Raise a ValueError unless a folder has the two files of an adapter; `option` is what names the folder."""
-    for name in (CONFIG, WEIGHTS):
-        if not (folder / name).is_file():
-            raise ValueError(
-                f"{option} is {quote(str(folder))}, which has no {name}; it must be a folder that PEFT saved"
-            )
-
-
-@contextmanager
-def open_checkpoint(folder: Path) -> Iterator[dict[str, Any]]:
-    """Open a checkpoint's files, and yield {canonical name of a tensor: its slice object}. ValueError if one is bad."""
-    with ExitStack() as stack:
-        sources: dict[str, Any] = {}
-        for path in checkpoint_files(folder):
-            file = stack.enter_context(open_tensors(path))
-            sources |= {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  # not a dict
-        names = name_canonically(sources)
-        yield {names[name]: source for name, source in sources.items()}
+    if (name := find_lacking(folder)) is not None:
+        raise ValueError(f"{option} is {quote(str(folder))}, which has no {name}; it must be a folder that PEFT saved")
 
 
 def _read_config(path: Path) -> tuple[int, float]:

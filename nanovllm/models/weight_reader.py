@@ -86,6 +86,12 @@ def checkpoint_files(folder: Path) -> list[Path]:
     return files
 
 
+def stamp_checkpoint(folder: Path) -> tuple[tuple[Path, int, int, int], ...]:
+    """Return (path, bytes, time of the last change, inode) of each file of a checkpoint: other files, other stamps."""
+    stats = [(path, path.stat()) for path in checkpoint_files(folder)]
+    return tuple((path, stat.st_size, stat.st_mtime_ns, stat.st_ino) for path, stat in stats)
+
+
 def read_ahead(files: Iterable[Path]) -> None:
     """Have the operating system read files into its cache, in a thread that nobody waits for. Errors are ignored.
 

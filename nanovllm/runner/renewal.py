@@ -1,7 +1,8 @@
 """New weights in a running engine, and an engine that sleeps: for reinforcement learning, and for many checkpoints."""
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,9 @@ from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.layers.linear import MatrixModule
 from nanovllm.layers.parallel import Parallel
 from nanovllm.layers.weights import WeightTarget
-from nanovllm.models.lora import Adapter, open_checkpoint
+from nanovllm.models.lora import Adapter
 from nanovllm.models.model_config import find_decoder
-from nanovllm.models.weight_reader import name_canonically, name_some
+from nanovllm.models.weight_reader import checkpoint_files, name_canonically, name_some, open_tensors
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.utils.checks import as_bool, as_integer, quote
 from nanovllm.utils.machine import default_dtype
@@ -378,3 +379,15 @@ class WeightLoad:
                 module.get_parameter(name).copy_(values)
         if is_packed or not matrices:  # experts are packed in place
             self._runner.backend.pack_weights(owners)
+
+
+@contextmanager
+def open_checkpoint(folder: Path) -> Iterator[dict[str, Any]]:
+    """Open a checkpoint's files, and yield {canonical name of a tensor: its slice object}. ValueError if one is bad."""
+    with ExitStack() as stack:
+        sources: dict[str, Any] = {}
+        for path in checkpoint_files(folder):
+            file = stack.enter_context(open_tensors(path))
+            sources |= {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  # not a dict
+        names = name_canonically(sources)
+        yield {names[name]: source for name, source in sources.items()}

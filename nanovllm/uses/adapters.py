@@ -21,10 +21,11 @@ from nanovllm.engine.llm_engine import OPEN_RUN, LLMEngine
 from nanovllm.engine.sequence import Request, Sequence
 from nanovllm.models.hub import as_path
 from nanovllm.models.lora import check_files
+from nanovllm.models.weight_reader import stamp_checkpoint
 from nanovllm.runner.renewal import Renewal
 from nanovllm.uses.admission import put_in_order
 from nanovllm.utils.checks import quote, refuse
-from nanovllm.utils.digests import digest_adapter, stamp_files
+from nanovllm.utils.digests import digest_adapter
 from nanovllm.vllm_names import LoRARequest
 
 logger = logging.getLogger(__name__)
@@ -58,13 +59,16 @@ class Adapters:
         self._renewal = Renewal(self._engine)
         self._checked: set[bytes] = set()
         """The hashes of adapters that fit the model."""
+
+    def watch(self) -> None:
+        """Have the engine's claim call `_begin` from now on."""
         begin = WeakMethod(self._begin)
 
         def on_begin(activity: str) -> None:
             if (found := begin()) is not None:
                 found(activity)
 
-        engine.claim.on_begin = on_begin
+        self._engine.claim.on_begin = on_begin
 
     @property
     def root(self) -> bytes:
@@ -76,7 +80,7 @@ class Adapters:
         """The model's folder. ValueError if its files are no longer those that were loaded."""
         facts = self._engine.facts
         assert isinstance(facts.origin, Path)
-        if stamp_files(facts.origin) != facts.stamps:
+        if stamp_checkpoint(facts.origin) != facts.stamps:
             raise ValueError(
                 f"the checkpoint {quote(str(facts.origin))} has changed since it was loaded, and an adapter must be "
                 "merged into the same weights: make another engine"
@@ -164,9 +168,9 @@ def find_adapters(llm: Any, option: str) -> Adapters:
             f"{option} names an adapter, which is merged into the checkpoint's weights, and load_weights() has "
             "replaced those: make another engine"
         )
-    adapters: Adapters | None = vars(engine).get("_adapters")
-    if adapters is None:
-        adapters = vars(engine)["_adapters"] = Adapters(engine)
+    # `setdefault` is atomic: two threads get the same object, which alone knows what the weights have.
+    adapters: Adapters = vars(engine).setdefault("_adapters", Adapters(engine))
+    adapters.watch()
     return adapters
 
 

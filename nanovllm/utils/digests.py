@@ -38,11 +38,6 @@ def digest_adapter(folder: str | os.PathLike[str]) -> str:
     return digest_files(Path(folder).expanduser(), ADAPTER, with_tensors=True)
 
 
-def has_adapter(folder: str) -> bool:
-    return all((Path(folder) / name).is_file() for name in ADAPTER)
-
-
-def stamp_files(folder: Path) -> frozenset[tuple[str, int, int, int]]:
-    """Return (name, bytes, time of the last change, inode) of each file of tensors: another set means other files."""
-    files = [(path.name, path.stat()) for path in folder.glob("*.safetensors")]
-    return frozenset((name, stat.st_size, stat.st_mtime_ns, stat.st_ino) for name, stat in files)
+def find_lacking(folder: Path) -> str | None:
+    """Return the name of a file of an adapter that a folder does not have; None if it has them all."""
+    return next((name for name in ADAPTER if not (folder / name).is_file()), None)

@@ -428,3 +428,13 @@ def test_a_pipe_in_place_of_a_file_is_refused_at_once(case: Case, tmp_path: Path
     os.mkfifo(tmp_path / "adapter_config.json")
     with LLM(case.model, **OPTIONS) as llm, pytest.raises(ValueError, match=r"which has no adapter_config\.json"):
         run(llm, LoRARequest("", 1, str(tmp_path)))
+
+
+def test_a_second_thread_s_object_does_not_take_over_what_the_weights_have(case: Case) -> None:
+    """Two threads may make the object that knows this at the same time. One of the two is dropped."""
+    from nanovllm.uses.adapters import Adapters
+
+    with LLM(case.model, **OPTIONS) as llm:
+        run(llm, case.requests[0])
+        Adapters(llm.engine)
+        assert all(map(are_equal, run(llm, None, SEEDED), run_fresh(case, None, SEEDED)))
