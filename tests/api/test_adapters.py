@@ -352,13 +352,17 @@ def test_a_list_without_an_adapter_is_an_ordinary_call(case: Case) -> None:
         assert all(map(are_equal, run(llm, [None] * len(PROMPTS)), run_fresh(case, 0)))
 
 
-def test_a_submitted_request_ends_although_its_llm_is_dropped_with_an_adapter(case: Case) -> None:
-    expected = run_fresh(case, None, SEEDED, PROMPTS[:1])
+def test_an_engine_runs_on_although_its_llm_is_dropped_with_an_adapter(case: Case) -> None:
+    """The thread of `submit` keeps the engine, and not the LLM."""
+    [expected] = run_fresh(case, None, SEEDED, PROMPTS[:1])
     llm = LLM(case.model, **OPTIONS)
     run(llm, case.requests[0])
-    future = llm.submit(PROMPTS[0], SEEDED)
+    engine = llm.engine
+    request = llm.prepare(PROMPTS[0], SEEDED)
     del llm
-    assert are_equal(future.result(60), expected[0])
+    [sequence] = [sequence for ended in engine.run([request]) for _, sequence in ended]
+    assert sequence.output_token_ids == expected["token_ids"]
+    engine.close()
 
 
 @pytest.mark.parametrize("when", ["before an adapter", "with an adapter in the weights"])
