@@ -201,6 +201,22 @@ def test_any_output_takes_linear_time_beside_stop_strings(token: str) -> None:
     assert time.monotonic() - since < 30, "30,000 tokens that are looked at again and again take minutes"
 
 
+@pytest.mark.slow
+def test_100_k_stop_strings_take_time_in_proportion_to_their_number() -> None:
+    tokenizer = make_tokenizer()
+    token_ids = [ID("a")] * 40 + [*map(ID, "s9")]
+    seconds = []
+    for count in (25_000, 100_000):
+        params = SamplingParams(stop=[f"s{i}" for i in range(count, 0, -1)])
+        matcher = StopStringMatcher(tokenizer, params, [ID("a")])
+        since = time.process_time()
+        assert [matcher.feed(token_id) for token_id in token_ids].index(True) == len(token_ids) - 1
+        seconds.append(time.process_time() - since)
+        assert (matcher.found, matcher.text) == ("s9", "a" * 40)
+    assert seconds[1] < 8 * seconds[0], "four times as many strings"
+    assert seconds[1] < 0.1 * len(token_ids), "in a step of several tens of milliseconds"
+
+
 def make_fallback_tokenizer() -> Tokenizer:
     """Make a tokenizer as Llama 2's: one byte that is no character makes it replace all bytes beside it."""
     vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"▁": 256, "stop": 257, "<unk>": 258}
