@@ -148,9 +148,9 @@ class LLM:
         elif isinstance(requests, list) and len(requests) > 1 and self.engine.config.order == "auto":
             from nanovllm.uses.admission import put_in_order
 
-            # Requests with a common prefix run together if the cache cannot hold all prefixes. The last part of the
-            # list is sorted, the longest first. Otherwise a long request might still run alone when all others have
-            # ended. Each request keeps its seed.
+            # Requests with a common prefix run together if the cache cannot hold all prefixes. The requests that start
+            # last are sorted by the lengths of their outputs, as far as these are known, the longest first. Otherwise
+            # a long output might still run alone when all others have ended. Each request keeps its seed.
             requests, note_end = put_in_order(self.engine, requests)
         with (
             ProgressBar(self.stats, total=total, desc=label, unit="prompt", disable=not show) as bar,

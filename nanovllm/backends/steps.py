@@ -12,7 +12,8 @@ StepPart = Literal["model", "sampler"]
 
 
 class Steps:
-    """Runs the parts of steps eagerly. A subclass records the parts of steps that only decode, and replays them.
+    """Runs the parts of steps eagerly. A subclass records the parts of steps in which every sequence computes one
+    token, and replays them.
 
     `CudaGraphs` (on a GPU) records when the KV cache is made: the sizes 1, 2, 4, 8, 16, 24 and 32, then every
     16th up to 256, every 32nd above, and the largest size. This is max_num_seqs, but at most 1,024. `RecordedSteps`

@@ -53,7 +53,8 @@ class ModelFacts:
         eos_token_ids: the token ids that end a sequence, unless its request ignores them.
         default_params: the parameters of requests that give none.
         origin: the model's folder, or the name of a preset (a configuration without weights).
-        stamps: tells the checkpoint's files from later ones: see `stamp_checkpoint`.
+        stamps: the checkpoint's files as they were when they were read, each with its size and the time of its last
+            change: see `stamp_checkpoint`.
     """
 
     embedding_size: int = 0

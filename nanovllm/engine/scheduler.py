@@ -148,8 +148,8 @@ class Scheduler:
     def _admit(self, rows: Rows, ends: IntArray) -> tuple[Rows, IntArray, list[Sequence]]:
         """Admit waiting sequences, in order, until rows, blocks or the budget run out.
 
-        An admitted sequence takes the blocks for all its present tokens at once, even if this step computes only some
-        of these tokens.
+        An admitted sequence takes at once the blocks for all present tokens that it needs computed, even if this step
+        computes only some of them.
 
         Args:
             rows: the running rows that compute tokens in this step.
@@ -292,7 +292,7 @@ class Scheduler:
         if len(result.token_ids) == len(seqs) and step.num_releases == table.num_releases:
             receivers = seqs  # each sequence gets one token: token i is for seqs[i]
             may_end = table.add_known(step.rows, 1) | self.may_stop[result.token_ids]
-        else:  # the step verified drafts, or a row has lost its sequence meanwhile
+        else:  # the step verified drafts, or some row, perhaps one of another step, has lost its sequence meanwhile
             rows, num_new = self._find_receivers(step, result.token_ids)
             owners, result = step.keep(result, num_new)
             receivers = [seqs[i] for i in owners.tolist()]
@@ -323,7 +323,8 @@ class Scheduler:
 
         A sequence may have lost its row since the step was planned. If it was preempted, it gets its tokens. If it has
         ended, it gets no token. A sequence keeps the drafts that agree with the sampled tokens. The other drafts are
-        rejected. They can be taken out of the counts, because a sequence with drafts is in no other step in flight.
+        rejected. They can be taken out of the counts, because a sequence with drafts is in no other step in flight: the
+        depth is 1 with drafts, and in a pipeline a sequence waits until its sampled tokens are known.
 
         Returns:
             For each of the step's n sequences: its row, or NO_ROW if it has lost its row; and how many tokens it gets,
@@ -401,9 +402,10 @@ class Scheduler:
         A step in flight may still write into these blocks. Example: a sequence ends with a stop token, and the next
         step is in flight and computes that token. The token's keys and values go to a block that may have a new owner
         by then. The step of the new owner is launched later, and the device runs steps in order, so the new owner's
-        keys and values replace them. In a second case the block is still in the prefix cache, and another
-        sequence finds it and only reads it. The step in flight may still write into it. This is harmless: a block can
-        be found only if the ids of all its tokens are known, so this write stores the same keys and values once more.
+        keys and values replace them. A second example: a sequence is preempted while the step in flight computes its
+        prompt. Its blocks stay in the prefix cache, and another sequence finds one of them and only reads it. The step
+        in flight still writes into this block. This is harmless: a block can be found only if the ids of all its tokens
+        are known, so this write stores the same keys and values once more.
         """
         self.blocks.release(seq)
         if self.scoring is not None:

@@ -105,7 +105,7 @@ class Attention(nn.Module):
         self.k_norm = make_norm(dim, self.norm_dtype) if has_norms else None
 
     def make_projections(self, config: "PretrainedConfig", heads: range, kv_heads: range, bias: bool) -> None:
-        """Make the matrices that x is multiplied by.
+        """Make the matrices of queries, keys and values. The layer's input is multiplied by them.
 
         Args:
             heads, kv_heads: this rank's.
@@ -316,7 +316,8 @@ class Decoder(nn.Module):
         LM head is the exception: in a checkpoint it is "lm_head", without "model.".
 
         Args:
-            names: the names in the checkpoint. They show in which of several forms the checkpoint was saved.
+            names: the names in the checkpoint. They show in which of several forms the checkpoint was saved: for
+                example, the matrices of all experts may be one tensor, or one tensor for each expert.
         """
         for _, name, target in self.module_targets(names):
             yield name, target

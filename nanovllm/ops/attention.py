@@ -2,8 +2,8 @@
 
 The fast kernels are in backends/cpu (C++) and backends/gpu (Triton). Tests compare each of them with this reference.
 The C++ kernels, also those of matrix products, add numbers in an order that depends only on the model and on the
-position of the token. So a request has the same bits in every batch. On a GPU this is not promised, because there the
-order also depends on the size of the batch.
+position of the token. So a request has the same bits in every batch, and with chunks of any size. On a GPU this is not
+promised, because there the order also depends on the size of the batch.
 """
 
 from typing import NamedTuple

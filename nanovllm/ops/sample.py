@@ -1,5 +1,6 @@
 """Samples n tokens from a matrix of logits, [n, vocab]. For each of the n tokens it draws a number u in (0, 1),
-adds the probabilities in order of token id, and takes the first token at which the sum exceeds u.
+adds the probabilities in order of token id, and takes the first token at which the sum exceeds u. At temperature 0 it
+draws nothing, and takes the most likely token.
 
 Every backend follows the same rule:
 

@@ -36,10 +36,10 @@ class ModelRunner:
     """One rank: the model, its KV cache, and the device's tables. Steps run in the order of their launch.
 
     A rank is a process that computes the model or a share of it. With several ranks, rank 0 plans the steps and sends
-    each plan to the other ranks, and every rank calls `launch` with it (distributed/). If a rank dies, a call of rank 0
-    raises a RuntimeError within seconds, and `reason_to_close` says that the engine cannot go on. `backend` has all
-    that differs from device to device. `device_rows` are the device's tables: a row has a sequence's blocks, its last
-    token and its sampling values.
+    each plan to the other ranks through shared memory, and every rank calls `launch` with it (distributed/leader.py).
+    If a rank dies, a call of rank 0 raises a RuntimeError within seconds, and `reason_to_close` says that the engine
+    cannot go on. `backend` has all that differs from device to device. `device_rows` are the device's tables: a row has
+    a sequence's blocks, its last token and its sampling values.
 
     Attributes:
         has_head: whether this rank takes part in computing logits.
@@ -107,12 +107,12 @@ class ModelRunner:
     def choose_steps(self, plan: StepPlan) -> Steps:
         """Return the object that runs the plan.
 
-        If a step only decodes and is not too large, this is `self.steps`, which may replay a recording of it (for
-        example a CUDA graph). Any other step runs eagerly. A step that also scores prompt tokens runs eagerly, because
-        their number varies.
+        If every sequence of a step computes one token, and there are not too many, this is `self.steps`, which may
+        replay a recording of the step (for example a CUDA graph). Any other step runs eagerly. A step that also scores
+        prompt tokens runs eagerly, because their number varies.
         """
-        only_decodes = plan.num_decodes == plan.num_seqs and not len(plan.targets)
-        return self.steps if only_decodes and plan.num_seqs <= self.steps.most_seqs else EAGER
+        is_regular = plan.num_decodes == plan.num_seqs and not len(plan.targets)
+        return self.steps if is_regular and plan.num_seqs <= self.steps.most_seqs else EAGER
 
     def send(self, plan: StepPlan) -> Tensor:
         """Copy a plan to the device, and write what it changes into the tables.
