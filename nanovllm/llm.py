@@ -136,7 +136,7 @@ class LLM:
         Args:
             label: the word before the progress bar.
             show: draw the progress bar.
-            lora_request: for a list of requests: see `generate`.
+            lora_request: see `generate`. It is read only if the requests are a list.
         """
         total = len(requests) if isinstance(requests, list) else None
         note_end = None
@@ -148,9 +148,9 @@ class LLM:
         elif isinstance(requests, list) and len(requests) > 1 and self.engine.config.order == "auto":
             from nanovllm.uses.admission import put_in_order
 
-            # Requests with a common prefix run together if the cache cannot hold all prefixes. The requests that start
-            # last are sorted by the lengths of their outputs, as far as these are known, the longest first. Otherwise
-            # a long output might still run alone when all others have ended. Each request keeps its seed.
+            # Requests with a common prefix run together if the cache cannot hold all prefixes. Of the last requests in
+            # the list, those with the largest max_tokens come first. Otherwise a long output might still run alone when
+            # all others have ended. Each request keeps its seed.
             requests, note_end = put_in_order(self.engine, requests)
         with (
             ProgressBar(self.stats, total=total, desc=label, unit="prompt", disable=not show) as bar,
@@ -408,8 +408,8 @@ class LLM:
         if read is None:
             return ended, 0
         plan = read.plan
-        # A step only decodes if every computed token gives a sample, and no computed token is of a prompt. The first of
-        # these tests is not enough: a step that computes only the last token of a prompt passes it, too.
+        # A step only decodes if each scheduled token gives a sample, and none of these tokens is of a prompt. The first
+        # of these tests is not enough: a step that computes only the last token of a prompt passes it, too.
         lengths = [seq.num_prompt_tokens for seq in read.seqs]
         are_decodes = plan.num_tokens == plan.num_sampled.sum() and (plan.num_computed >= lengths).all()
         return ended, -plan.num_tokens if are_decodes else plan.num_tokens

@@ -148,8 +148,8 @@ class Scheduler:
     def _admit(self, rows: Rows, ends: IntArray) -> tuple[Rows, IntArray, list[Sequence]]:
         """Admit waiting sequences, in order, until rows, blocks or the budget run out.
 
-        An admitted sequence takes at once the blocks for all present tokens that it needs computed, even if this step
-        computes only some of them.
+        An admitted sequence takes at once the blocks for all tokens that it has now, but for at most `num_needed`, even
+        if this step computes only some of them.
 
         Args:
             rows: the running rows that compute tokens in this step.
@@ -246,7 +246,7 @@ class Scheduler:
         )
         table.count_launched(rows, ends, num_before + num_sampled)
         # In most steps every resident sequence decodes, and `table.running` can be used as it is. To see this, compare
-        # the numbers of computed tokens, of sampling rows and of resident rows. The sampling rows are some of `rows`,
+        # the numbers of scheduled tokens, of sampling rows and of resident rows. The sampling rows are some of `rows`,
         # and `rows` are some of the resident rows. Each of `rows` computes at least one token. So if the three numbers
         # are equal, every resident row computes one token and samples. Then `rows` is in order of admission, too.
         are_all = num_tokens == len(sampling) == len(table.resident)
@@ -292,7 +292,7 @@ class Scheduler:
         if len(result.token_ids) == len(seqs) and step.num_releases == table.num_releases:
             receivers = seqs  # each sequence gets one token: token i is for seqs[i]
             may_end = table.add_known(step.rows, 1) | self.may_stop[result.token_ids]
-        else:  # the step verified drafts, or some row, perhaps one of another step, has lost its sequence meanwhile
+        else:  # the step verified drafts, or a row was freed since it was planned: one of this step, or another one
             rows, num_new = self._find_receivers(step, result.token_ids)
             owners, result = step.keep(result, num_new)
             receivers = [seqs[i] for i in owners.tolist()]

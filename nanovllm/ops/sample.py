@@ -17,8 +17,9 @@ Every backend follows the same rule:
 6. The token is the first one whose cumulative weight exceeds u * total. It is found in two levels: first the chunk of
    CHUNK tokens, then the token inside this chunk.
 
-If the logits of a token hold a NaN, +inf or nothing finite, they are no valid distribution. The rules do not hold then:
-the result marks the token as failed, and has any token of the vocabulary in its place (see `Sampled`).
+If the logits from which a token is sampled hold a NaN, +inf or nothing finite, they are no valid distribution. The
+rules do not hold then: the result marks the token as failed, and has any token of the vocabulary in its place (see
+`Sampled`).
 """
 
 import math
