@@ -148,8 +148,8 @@ class EngineConfig:
     order: str = _pace(
         "auto",
         "auto admits the requests of a list, and those of a job's file, in the order in which they end soonest: the "
-        "longest first, and those with a common prefix together if the KV cache cannot hold all prefixes. given keeps "
-        "their order",
+        "longest first towards the end, and those with a common prefix together if the KV cache cannot hold all "
+        "prefixes. given keeps their order",
     )
     reasoning_parser: str | None = _results(
         None,

@@ -1,4 +1,4 @@
-"""The order in which requests that are known in advance are admitted: equal prefixes together, the longest first.
+"""The order in which requests that are known in advance are admitted.
 
 If the KV cache cannot hold all prefixes that requests share, the requests with one prefix run one after another. And a
 batch ends sooner if its longest requests do not begin last. The order is decided before the engine gets a request.
@@ -23,9 +23,10 @@ from nanovllm.utils.integers import ceil_div
 T = TypeVar("T")
 
 FIRST_LINES = 4
-"""A job begins when FIRST_LINES x max_num_seqs lines are prepared, or all."""
+"""A job begins when FIRST_LINES x max_num_seqs lines are prepared, or all; with replicas, so many for each."""
 LINES_AHEAD = 16
-"""At most LINES_AHEAD x max_num_seqs lines are prepared, and not yet handed to the engine."""
+"""At most LINES_AHEAD x max_num_seqs lines are prepared, and not yet handed to the engine; with replicas, so many for
+each."""
 TOKENS_AHEAD = 4 << 20
 """No further line is prepared while the prompts of those lines have this many tokens."""
 
@@ -180,7 +181,10 @@ class Admission:
         self._key: object = None
         """The key of the candidate whose turn came last."""
         self._config = engine.config
+        self._num_rows = engine.config.max_num_seqs * engine.config.data_parallel_size
+        """How many sequences run at a time; with replicas, in all of them."""
         self._num_blocks = engine.scheduler.block_manager.num_blocks
+        """The blocks of one pool. Each replica has one."""
         self._has_all = is_list
         self._new: list[Candidate] = []
         """Candidates that came since the last sorting."""
@@ -199,7 +203,7 @@ class Admission:
     @property
     def need_not_wait(self) -> bool:
         """Whether a job can go on without its next line."""
-        return bool(self._new or self._sorted) and self._num_read >= FIRST_LINES * self._config.max_num_seqs
+        return bool(self._new or self._sorted) and self._num_read >= FIRST_LINES * self._num_rows
 
     def learn(self, prompt_token_ids: list[int], num_tokens: int) -> None:
         """Note that a request has ended, and how many tokens its output has."""
@@ -226,7 +230,7 @@ class Admission:
 
     def _is_full(self) -> bool:
         num_lines = len(self._new) + len(self._sorted)
-        return num_lines >= LINES_AHEAD * self._config.max_num_seqs or self._num_bytes >= 4 * TOKENS_AHEAD
+        return num_lines >= LINES_AHEAD * self._num_rows or self._num_bytes >= 4 * TOKENS_AHEAD
 
     def _add(self, line: tuple[Any, list[Request]]) -> None:
         longest = max(line[1], key=lambda request: len(request.prompt_token_ids))
@@ -248,7 +252,6 @@ class Admission:
         return item, [replace(request, reason=one.describe()) for request in requests]
 
     def _sort(self) -> None:
-        max_num_seqs = self._config.max_num_seqs
         candidates = self._sorted + self._new
         if self._lengths[b""] and len({one.max_tokens for one in candidates}) == 1:
             means = {key: sum(lengths) / len(lengths) for key, lengths in self._lengths.items()}
@@ -265,16 +268,17 @@ class Admission:
         self._new = []
         self._sorted = ordered[::-1]
         num_events = self._num_read + len(self._lengths[b""])
-        self._sort_at = num_events + max(len(candidates) // 2, max_num_seqs)
+        self._sort_at = num_events + max(len(candidates) // 2, self._num_rows)
 
     def _count_rows(self, candidates: list[Candidate]) -> int:
-        """Return how many candidates run at a time; 0 if the pool cannot hold so many of the longest.
+        """Return how many candidates run at a time; 0 if the pools cannot hold so many of the longest.
 
         Side by side some of these would be preempted, and computed again.
         """
-        num_rows = min(self._config.max_num_seqs, len(candidates))
+        num_rows = min(self._num_rows, len(candidates))
+        num_slots = self._num_blocks * self._config.block_size * self._config.data_parallel_size
         num_tokens = sorted(len(one.prompt) // 4 + one.length for one in candidates)
-        return num_rows if sum(num_tokens[-num_rows:]) <= self._num_blocks * self._config.block_size else 0
+        return num_rows if sum(num_tokens[-num_rows:]) <= num_slots else 0
 
 
 def put_in_order(

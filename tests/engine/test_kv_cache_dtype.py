@@ -49,14 +49,17 @@ def test_the_kernels_give_plain_torchs_numbers(random_model: Path) -> None:
     torch.testing.assert_close(torch.tensor(got), torch.tensor(expected), rtol=0, atol=1e-2)
 
 
-@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+@pytest.mark.parametrize(("value", "dtype"), [(float("inf"), "float32"), (float("nan"), "bfloat16")])
 @pytest.mark.parametrize("column", [4 * 32, -1], ids=["key", "value"])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_what_is_no_number_ends_with_an_error(backend: str, column: int, value: float, random_model: Path) -> None:
+def test_what_is_no_number_ends_with_an_error(
+    backend: str, column: int, value: float, dtype: str, random_model: Path
+) -> None:
     """A head of the token at position 9 has such an element. Only one request has so many tokens."""
     prompts = draw_prompts([2, 3, 12], seed=3)
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
-    with LLM(random_model, **SMALL, attention_backend=backend, enforce_eager=True, **INT8) as llm:
+    options = SMALL | INT8 | {"dtype": dtype, "attention_backend": backend, "enforce_eager": True}
+    with LLM(random_model, **options) as llm:
         expected = llm.generate(prompts, params, use_tqdm=False)
         operators = llm.engine.runner.backend
         store = operators.norm_rope_store

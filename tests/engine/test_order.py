@@ -2,6 +2,7 @@
 
 import json
 import random
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -201,6 +202,17 @@ def test_a_job_takes_what_is_ready_and_reads_no_further_than_it_may():
     taken = Admission(engine).reorder(read(lambda number: number < 20))
     assert [next(taken)[0] for _ in range(3)] == [0, 1, 2]
     assert num_read == 22  # 20 were ready; then one was awaited for each that was taken, but the last
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_with_replicas_the_end_begins_when_their_rows_together_can_hold_it(replicas):
+    engine = make_engine(max_num_seqs=2)
+    lengths = list(range(1, 31))
+    requests = prepare(engine, [[1, 2]] * 30, [SamplingParams(max_tokens=n) for n in lengths])
+    engine.config = replace(engine.config, data_parallel_size=replicas)
+    ordered = [taken for taken, _ in Admission(engine, is_list=True).reorder((n, [r]) for n, r in enumerate(requests))]
+    num_late = next(n for n in range(31) if sum(lengths[-n - 1 :]) > 30 * 2 * replicas)
+    assert ordered == [*range(30 - num_late), *range(29, 29 - num_late, -1)]
 
 
 def test_the_trace_tells_why_a_request_was_admitted(tmp_path):
