@@ -85,6 +85,22 @@ def test_stages_leave_the_bits_and_ranks_the_log_probabilities(random_model: Pat
     assert (torch.tensor(got) - torch.tensor(expected)).abs().mean() < 0.1
 
 
+@pytest.mark.slow
+@pytest.mark.skipif("cpu" not in BACKENDS, reason="no C++ compiler")
+def test_counts_and_ends_are_those_of_any_backend_and_of_ranks(random_model: Path) -> None:
+    prompts = draw_prompts([3, 40, 100, 40], seed=5)
+    prompts[3][:32] = prompts[1][:32]
+    params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
+    found = []
+    small = SMALL | INT8 | {"num_kvcache_blocks": 14, "max_num_batched_tokens": 16}
+    for options in ({"attention_backend": "torch"}, {"attention_backend": "cpu"}, {"tensor_parallel_size": 2}):
+        with LLM(random_model, **small | options) as llm:
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            ends = [(len(o["token_ids"]), o["finish_reason"], o["num_cached_tokens"]) for o in outputs]
+            found.append((ends, llm.stats()))
+    assert found[0] == found[1] == found[2]
+
+
 def test_a_job_that_goes_on_keeps_the_option() -> None:
     assert "kv_cache_dtype" in {field.name for field in fields(EngineConfig) if field.metadata["affects"] == "results"}
 
