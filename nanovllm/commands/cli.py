@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 from nanovllm.config import EngineConfig
 from nanovllm.drafts.options import read_speculative_config
 from nanovllm.jobs import ray_guard
-from nanovllm.jobs.job import DEFAULTS, STATUS_HELP, Status
+from nanovllm.jobs.job import DEFAULTS, STATUS_HELP, Job, Status
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import as_choice
 from nanovllm.version import __version__
@@ -162,7 +162,6 @@ def _add_run_batch(commands: Any) -> None:
 
 
 def _run_batch(options: argparse.Namespace) -> int:
-    from nanovllm.jobs.job import Job
     from nanovllm.jobs.run import run_job
 
     given = {name: value for name in DEFAULTS if (value := getattr(options, name)) is not None}

@@ -98,7 +98,7 @@ class GroupParallel(Parallel):
         """
         Args:
             backend: "nccl" or "gloo".
-            device: this rank's.
+            device: the device of this rank.
         """
         super().__init__(rank, size, ceil_div(size, torch.get_device_module(device).device_count()))
         self._backend = backend

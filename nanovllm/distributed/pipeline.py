@@ -95,7 +95,7 @@ class StageInputs:
         return head._replace(hidden=hidden, rows=rows, positions=positions, sampling=sampling)
 
     def read(self, size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return the arguments of `ModelRunner.sample` for the first `size` samples: views of the memory here."""
+        """Return the arguments of `ModelRunner.sample_hidden` for the first `size` samples, as views of this memory."""
         return self.hidden[:size], self._rows[:size], self._positions[:size], self._sampling[:size]
 
 

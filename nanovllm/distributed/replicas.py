@@ -91,7 +91,7 @@ def share_cores(sockets: list[list[set[int]]], count: int) -> list[list[set[int]
     """Return the cores of each replica, all of one socket. If there are more replicas than cores, some have none.
 
     Args:
-        sockets: as `list_sockets` returns them.
+        sockets: the cores by socket, as `list_sockets` returns them.
     """
     counts = [0] * len(sockets)
     for _ in range(count):

@@ -82,7 +82,7 @@ class Ring:
     def __init__(self, fd: int, num_readers: int, capacity: int, num_slots: int = NUM_SLOTS) -> None:
         """
         Args:
-            fd: from `make_anonymous_file`; it may be closed afterwards. The first end sets its size.
+            fd: the file that `make_anonymous_file` made. It may be closed afterwards. The first end sets its size.
             capacity: int32 elements of the longest message.
         """
         capacity += capacity % 2  # so that each slot starts at a multiple of 8 bytes

@@ -92,7 +92,7 @@ def follow(start: dict[str, Any], meeting: Path, send: Callable[..., None]) -> N
     """Be one rank: load its share of the model, connect, and run every plan that rank 0 runs.
 
     Args:
-        start: from `follower_group.make_start_message`, with the ring's descriptor.
+        start: the message that `follower_group.make_start_message` made, with the ring's descriptor.
         meeting: the folder where the ranks meet.
         send: tells rank 0 that a stage, "loaded" or "ready", is reached, or how a span of time was spent.
     """

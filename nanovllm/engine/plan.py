@@ -4,16 +4,13 @@ data."""
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from nanovllm.config import ResolvedConfig
 from nanovllm.outputs import Logprob
-
-if TYPE_CHECKING:
-    from nanovllm.distributed.stages import StageSpan
 
 IntArray = NDArray[np.int32]
 FloatArray = NDArray[np.float32]
@@ -197,7 +194,7 @@ class StepResult:
         prepare_seconds: how long the host took to pack the plan and send it to the device.
         device_seconds: how long the device worked on the step. In a pipeline, where each rank has some of the layers,
             this is how long rank 0 computed its own layers.
-        spans: what the ranks of a pipeline did since the last result, if they record it.
+        spans: what the ranks of a pipeline did since the last result, if they record it: see `PipelineHandle.result`.
     """
 
     token_ids: IntArray
@@ -206,4 +203,4 @@ class StepResult:
     embeddings: Seq[FloatArray] = ()
     prepare_seconds: float = 0.0
     device_seconds: float = 0.0
-    spans: Seq["StageSpan"] = ()
+    spans: Seq[Any] = ()

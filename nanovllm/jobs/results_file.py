@@ -49,7 +49,7 @@ class ResultsFile:
     def __init__(self, descriptor: int, path: str, end: int | None, manifest: Manifest) -> None:
         """
         Args:
-            descriptor: of the opened file; `close` closes it, which also gives its lock back.
+            descriptor: the descriptor of the opened file. `close` closes it, which also gives the lock back.
             end: the offset in bytes after the file's last whole line; None for a stream, which is never synced or cut.
             manifest: is copied together with the results.
         """

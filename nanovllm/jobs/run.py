@@ -218,7 +218,7 @@ class OpenJob:
         """Check that the input did not change during the run, and that each of its lines has a result.
 
         Args:
-            numbers, digest: those of the second reading of the input, whose lines were answered.
+            numbers, digest: what the second reading of the input found. Its lines were answered.
 
         Raises:
             IncompleteError: the input changed, or lines have no result.

@@ -1,4 +1,4 @@
-"""How a layer tells the loader which part of which checkpoint tensor fills which of its parameters."""
+"""How a layer says which part of which checkpoint tensor fills which of its parameters."""
 
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass

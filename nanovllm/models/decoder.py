@@ -108,7 +108,7 @@ class Attention(nn.Module):
         """Make the matrices of queries, keys and values. The layer's input is multiplied by them.
 
         Args:
-            heads, kv_heads: this rank's.
+            heads, kv_heads: the numbers of the query heads and KV heads that this rank has.
         """
         dim = self.head_dim
         parts = [

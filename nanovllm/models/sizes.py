@@ -28,7 +28,7 @@ class Sizes:
         """
         Args:
             size: how many ranks share each layer.
-            decoder: the class of the model, or of one stage of it. None: what `find_decoder` finds.
+            decoder: the class of the model, or of a part of it. None: what `find_decoder` finds.
 
         Raises:
             ValueError: so many ranks cannot share the model evenly.

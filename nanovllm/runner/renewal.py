@@ -306,7 +306,7 @@ class WeightLoad:
         """Return the names of all tensors that fill the modules of the `changed` ones: each module's one after another.
 
         Args:
-            names: those of the checkpoint.
+            names: the names of all tensors of the checkpoint.
         """
         self._find_places(names)
         paths = {path for name in changed for path, _ in self._places.get(name, ())}

@@ -29,7 +29,7 @@ def resolve(
     """Turn every "auto" into a value, for one device. `load.resolve_options` adds what ranks and families change.
 
     Args:
-        sizes: those of the whole model.
+        sizes: the sizes of the whole model.
         gpu_memory: the bytes of a GPU that need not be here, for an estimate. It has every kernel, and the larger of
             the blocks that a GPU may have. None: the device that the options name.
 
@@ -120,7 +120,7 @@ class Work(NamedTuple):
         group: query heads per KV head, on one rank.
         block_size: tokens in a block of the KV cache; None if the backend is to choose.
         num_parameters: the parameters of the whole model.
-        kv_cache_dtype: as the user asks for it.
+        kv_cache_dtype: the value that the user gave to the option.
     """
 
     device: torch.device

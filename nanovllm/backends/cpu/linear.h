@@ -332,7 +332,7 @@ void pack(int64_t threads, const uint32_t* weight, uint32_t* packed, int64_t out
     });
 }
 
-// Copies the rows of `from` at `indices`, of so many bytes each.
+// Copies the rows of `from` at `indices`, of so many bytes each. The reference is torch.index_select.
 void gather_rows(int64_t threads, const char* from, const int32_t* indices, char* rows, int64_t count, int64_t bytes) {
     num_threads = threads;
     share(count, quarter_unless_small(count, count * bytes / 4), [&](Span some) {
@@ -341,6 +341,7 @@ void gather_rows(int64_t threads, const char* from, const int32_t* indices, char
 }
 
 // Copies rows of the matrix as it was before packing. An embedding that shares its weight with the LM head needs them.
+// The reference is torch.nn.functional.embedding.
 void packed_rows(int64_t threads, const uint32_t* packed, const int32_t* indices, uint32_t* rows, int64_t count,
                  int64_t units) {
     num_threads = threads;

@@ -89,7 +89,7 @@ def _multiply_tile(
         x_rows: a pointer to x, the length of a row, the rows' numbers, and which of them exist.
         matrix: a pointer to the scales, and what `_load_codes` takes.
         columns: as `_load_codes` takes them.
-        steps: the first one, and the end.
+        steps: the number of the first step, and the number after the last one.
     """
     x_ptr, in_size, row, is_row = x_rows
     scales_ptr, packed = matrix
