@@ -67,7 +67,7 @@ class InstantLLM:
         facts = {"seed": config.seed, "dtype": "float32", "device": "cpu", "attention_backend": "torch"}
         facts |= {"lora": config.lora, "quantization": config.quantization}
         facts |= {"max_model_len": config.max_model_len, "block_size": 16, "max_num_seqs": 4}
-        facts |= {"enable_prefix_caching": True}
+        facts |= {"enable_prefix_caching": True, "data_parallel_size": 1}
         scheduler = SimpleNamespace(block_manager=SimpleNamespace(num_blocks=64))
         self.engine = SimpleNamespace(
             config=SimpleNamespace(**facts),
