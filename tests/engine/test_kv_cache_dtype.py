@@ -58,6 +58,8 @@ def test_what_is_no_number_ends_with_an_error(
     """A head of the token at position 9 has such an element. Only one request has so many tokens."""
     prompts = draw_prompts([2, 3, 12], seed=3)
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    if backend == "triton":
+        dtype = "float32"  # Triton's interpreter multiplies the bits of bfloat16 as integers
     options = SMALL | INT8 | {"dtype": dtype, "attention_backend": backend, "enforce_eager": True}
     with LLM(random_model, **options) as llm:
         expected = llm.generate(prompts, params, use_tqdm=False)
