@@ -111,8 +111,8 @@ class ModelRunner:
         replay a recording of the step (for example a CUDA graph). Any other step runs eagerly. A step that also scores
         prompt tokens runs eagerly, because their number varies.
         """
-        is_regular = plan.num_decodes == plan.num_seqs and not len(plan.targets)
-        return self.steps if is_regular and plan.num_seqs <= self.steps.most_seqs else EAGER
+        can_replay = plan.num_decodes == plan.num_seqs and not len(plan.targets)
+        return self.steps if can_replay and plan.num_seqs <= self.steps.most_seqs else EAGER
 
     def send(self, plan: StepPlan) -> Tensor:
         """Copy a plan to the device, and write what it changes into the tables.

@@ -33,6 +33,7 @@ ENGINES: dict[str, dict[str, Any]] = {
     "drafts from text": SMALL | {"speculative_config": NGRAM},
     "drafts from a model": SMALL | {"speculative_config": {"model": "tiny-qwen3", "num_speculative_tokens": 3}},
     "keys and values in one byte": SMALL | {"kv_cache_dtype": "int8"},
+    "drafts, and keys and values in one byte": SMALL | {"kv_cache_dtype": "int8", "speculative_config": NGRAM},
     "drafts from a model, and keys and values in one byte": SMALL
     | {"kv_cache_dtype": "int8", "speculative_config": {"model": "tiny-qwen3", "num_speculative_tokens": 3}},
 }
