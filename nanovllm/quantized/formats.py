@@ -88,7 +88,4 @@ INT8 = Format("int8", bits=8, quantizes_head=True)
 INT8_DYNAMIC = replace(INT8, name="int8-dynamic", rounds_inputs=True)
 """The same codes. Experts are multiplied as with INT8."""
 
-ROUNDING_BACKENDS = ("cpu", "torch")
-"""The backends that multiply in whole numbers, as a format that `rounds_inputs` asks for."""
-
 MADE_AT_LOAD = {format.name: format for format in (INT8, INT8_DYNAMIC)}

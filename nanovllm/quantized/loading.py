@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from nanovllm.backends import make_backend
+from nanovllm.backends import find_backend, make_backend
 from nanovllm.config import ResolvedConfig
 from nanovllm.layers.embedding import LMHead, VocabParallelEmbedding
 from nanovllm.layers.linear import MatrixModule
@@ -20,7 +20,7 @@ from nanovllm.models.qwen3_moe.decoder import Experts, SparseMLP
 from nanovllm.models.weight_reader import materialize
 from nanovllm.quantized.checkpoints import find_format
 from nanovllm.quantized.codes import CHUNK, Codes, quantize_int8
-from nanovllm.quantized.formats import INT8, MADE_AT_LOAD, ROUNDING_BACKENDS, Format, RawTensors
+from nanovllm.quantized.formats import INT8, MADE_AT_LOAD, Format, RawTensors
 from nanovllm.quantized.torch_matrix import MatrixOperators
 from nanovllm.utils.checks import quote
 
@@ -33,6 +33,15 @@ UNKNOWN = -1
 """The place of a column in an order that has not come."""
 
 Copy = Callable[[Tensor, Tensor], object]
+
+
+def rounds_inputs(config: ResolvedConfig) -> bool:
+    """Return `Backend.rounds_inputs` of the backend that `config` names."""
+    try:
+        backend = find_backend(config.attention_backend, torch.device(config.device))
+    except ImportError:  # an estimate for a GPU: its kernels, which do not round, need not be installed here
+        return False
+    return backend is not None and backend.rounds_inputs
 
 
 class ModelQuantizer:
@@ -51,7 +60,7 @@ class ModelQuantizer:
                 f"lora is {quote(config.lora)}, and the checkpoint is quantised already: an adapter can be merged only "
                 'into a checkpoint of 16 or 32 bits; quantization="int8" quantises the merged weights'
             )
-        if format.rounds_inputs and config.attention_backend not in ROUNDING_BACKENDS:
+        if format.rounds_inputs and not rounds_inputs(config):
             raise ValueError(
                 f"quantization is {quote(format.name)}, for which there are kernels on a CPU only: on a GPU use "
                 'quantization="int8", or attention_backend="torch", which is slow'

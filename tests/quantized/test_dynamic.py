@@ -1,6 +1,7 @@
 """int8-dynamic: the rule of rounding, and the tokens of an engine beside transformers with inputs rounded by hand."""
 
 import logging
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,7 +17,7 @@ from torch import Tensor
 from transformers import LlamaForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM
 
 from nanovllm import LLM
-from nanovllm.backends import NAMES
+from nanovllm.backends import NAMES, find_backend
 from nanovllm.backends.cpu.backend import CpuBackend
 from nanovllm.commands.cli import main
 from nanovllm.jobs.provenance import read_provenance
@@ -24,7 +25,6 @@ from nanovllm.models.qwen3_moe.decoder import Experts
 from nanovllm.quantized.checkpoints import find_format
 from nanovllm.quantized.codes import quantize_int8
 from nanovllm.quantized.dynamic import GROUP, multiply_rounded, round_inputs
-from nanovllm.quantized.formats import ROUNDING_BACKENDS
 from nanovllm.quantized.torch_matrix import TorchExperts
 
 DYNAMIC = {"quantization": "int8-dynamic"}
@@ -188,8 +188,18 @@ def test_the_format_is_told_beside_results(wide: Path) -> None:
         assert read_provenance(llm.engine)["quantization"] == "int8-dynamic"
 
 
-def test_on_a_gpu_int8_is_named_instead(caplog: pytest.LogCaptureFixture) -> None:
-    assert {*NAMES} - {*ROUNDING_BACKENDS} == {"triton", "flash_attn"}
+@pytest.mark.parametrize("has_triton", [True, False])
+def test_on_a_gpu_int8_is_named_instead(
+    has_triton: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    if has_triton:
+        pytest.importorskip("triton")
+        backends = [find_backend(name, torch.device(device)) for name in NAMES for device in ("cuda", "cpu")]
+        assert {kind.__name__ for kind in backends if kind is not None and not kind.rounds_inputs} == {
+            *("FlashAttnBackend", "TritonBackend", "TritonKernels")
+        }
+    else:
+        monkeypatch.setitem(sys.modules, "nanovllm.backends.gpu.triton_backend", None)
     assert main(["estimate", "qwen3-8b", "--gpu-memory", "24GB", "--quantization", "int8-dynamic"]) != 0
     assert 'on a GPU use quantization="int8"' in caplog.text
 
