@@ -170,6 +170,15 @@ class Backend:
         """Return the bytes that can still be allocated on the device."""
         return free_memory()
 
+    @classmethod
+    def room_beside(cls, weights: int, device: torch.device, utilization: float) -> int:
+        """Return how many bytes states of rows and the KV cache may take, before `weights` bytes are loaded.
+
+        Args:
+            utilization: the option `gpu_memory_utilization`.
+        """
+        return cpu_cache_budget()
+
     def room_for_cache(self, runner: "ModelRunner", most: int) -> int:
         """Return how many bytes the KV cache of one rank takes, if the user gives no size.
 

@@ -247,7 +247,7 @@ def test_quantised_weights_leave_room_for_more_states(monkeypatch: pytest.Monkey
     weights = sizes.weight_bytes(torch.bfloat16, quantizer)
     assert weights < 1.1 * sizes.num_parameters
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (12 << 30, 24 << 30))
-    on_gpu = replace(int8, device="cuda")
+    on_gpu = replace(resolve_options(int8, config), device="cuda:0", attention_backend="torch")
     rows = count_rows_that_fit(on_gpu, weights, sizes.row_bytes(torch.bfloat16))
     assert rows == fit_rows((12 << 30) - weights, sizes.row_bytes(torch.bfloat16))
     assert rows > count_rows_that_fit(on_gpu, sizes.weight_bytes(torch.bfloat16), sizes.row_bytes(torch.bfloat16))

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from nanovllm.backends import find_backend
 from nanovllm.config import DEFAULT_NUM_SEQS, EngineConfig, ResolvedConfig
 from nanovllm.models.sizes import Sizes
-from nanovllm.utils.memory import cpu_cache_budget
 
 if TYPE_CHECKING:
     from nanovllm.quantized.loading import ModelQuantizer
@@ -36,26 +36,28 @@ def resolve_states(
         )
     logger.info("prefix caching is off: the model keeps a state for each sequence")
     dtype = getattr(torch, config.dtype)
-    weights = sizes.weight_bytes(dtype, quantizer) // config.num_ranks
+    weights = sizes.weight_bytes(dtype, quantizer) // config.num_devices
     row_bytes = sizes.row_bytes(dtype)
     num_seqs = asked.max_num_seqs or count_rows_that_fit(config, weights, row_bytes, gpu_memory)
     return replace(config, enable_prefix_caching=False, max_num_seqs=num_seqs)
 
 
-def count_rows_that_fit(config: EngineConfig, weights: int, row_bytes: int, gpu_memory: int | None = None) -> int:
+def count_rows_that_fit(config: ResolvedConfig, weights: int, row_bytes: int, gpu_memory: int | None = None) -> int:
     """Return the max_num_seqs of a model with a state per row, by the memory that is free before it is loaded.
 
     Args:
-        weights: the bytes of one rank's weights.
-        row_bytes: the bytes of a row's state, on all ranks together.
+        weights: the bytes of the weights on one device.
+        row_bytes: the bytes of a row's state, on all devices together.
         gpu_memory: the bytes of a GPU that need not be here; None: the device that `config` names.
     """
-    device = torch.device(config.device)
-    if device.type != "cuda":
-        return fit_rows(cpu_cache_budget(), row_bytes)  # ranks on a CPU share its memory
-    free, total = torch.cuda.mem_get_info(device) if gpu_memory is None else (gpu_memory, gpu_memory)
-    room = min(free, int(total * config.gpu_memory_utilization)) - weights
-    return fit_rows(room, row_bytes // config.num_ranks)
+    if gpu_memory is not None:
+        room = int(gpu_memory * config.gpu_memory_utilization) - weights
+    else:
+        device = torch.device(config.device)
+        backend = find_backend(config.attention_backend, device)
+        assert backend is not None, "the options were resolved for a backend that runs"
+        room = backend.room_beside(weights, device, config.gpu_memory_utilization)
+    return fit_rows(room, row_bytes // config.num_devices)  # ranks on a CPU share its memory
 
 
 def fit_rows(room: int, row_bytes: int) -> int:
