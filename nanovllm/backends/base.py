@@ -107,12 +107,12 @@ class Backend:
         """Return a context manager. In its `with` block new work of this thread goes to this backend's device."""
         return nullcontext()
 
-    def limit_threads(self, num_parameters: int) -> None:
+    def choose_threads(self, num_parameters: int) -> None:
         """Choose with how many threads of the CPU the steps of a model are computed. Called once, at load."""
 
-    def choose_threads(self) -> AbstractContextManager[object]:
+    def with_threads(self) -> AbstractContextManager[object]:
         """Return a context manager. In its `with` block this thread computes a step with as many threads of the CPU as
-        `limit_threads` has chosen."""
+        `choose_threads` has chosen."""
         return nullcontext()
 
     def make_steps(self, runner: "ModelRunner") -> Steps:

@@ -14,27 +14,24 @@ from nanovllm.layers.embedding import LMHead, VocabParallelEmbedding
 from nanovllm.layers.linear import MatrixModule, PackedMatrix
 from nanovllm.utils.machine import torch_in_one_thread
 
-SMALL_MODEL = 10_000_000
-"""A model of at most so many parameters gains little by threads, and loses much by them on a busy machine."""
-
 
 class TorchBackend(Backend):
     """The references on a CPU. If it multiplies bfloat16, matrices are multiplied by oneDNN's packed product."""
 
-    _is_small = False
-    """Whether the model has so few parameters that threads would only wait for each other."""
+    _in_one_thread = False
 
-    def choose_threads(self) -> AbstractContextManager[object]:
-        return torch_in_one_thread() if self._is_small else nullcontext()
+    def choose_threads(self, num_parameters: int) -> None:
+        # A model of so few parameters gains little by threads, and loses much by them on a busy machine.
+        self._in_one_thread = num_parameters <= 10_000_000 and "OMP_NUM_THREADS" not in os.environ
+
+    def with_threads(self) -> AbstractContextManager[object]:
+        return torch_in_one_thread() if self._in_one_thread else nullcontext()
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         # torch.zeros writes every page, which takes seconds for gigabytes. Pages of numpy's zeros are made when they
         # are first touched.
         memory = torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8))
         return memory.view(dtype).view(*shape)
-
-    def limit_threads(self, num_parameters: int) -> None:
-        self._is_small = num_parameters <= SMALL_MODEL and "OMP_NUM_THREADS" not in os.environ
 
     def pack_weights(self, modules: Iterable[nn.Module]) -> None:
         matrices = [module for module in modules if isinstance(module, MatrixModule)]

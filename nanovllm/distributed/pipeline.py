@@ -91,10 +91,10 @@ class StageInputs:
         self._rows[:size].copy_(head.rows)
         self._positions[:size].copy_(head.positions)
         self._sampling[:size].copy_(head.sampling)
-        hidden, rows, positions, sampling = self.read(size)
+        hidden, rows, positions, sampling = self.view(size)
         return head._replace(hidden=hidden, rows=rows, positions=positions, sampling=sampling)
 
-    def read(self, size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def view(self, size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return the arguments of `ModelRunner.sample_hidden` for the first `size` samples, as views of this memory."""
         return self.hidden[:size], self._rows[:size], self._positions[:size], self._sampling[:size]
 
@@ -189,7 +189,7 @@ class StageRunner(ModelRunner):
         """See `ModelRunner.sample_decodes`. The hidden states come from the last stage, when later steps have begun."""
         if self.inputs is None:
             return super().sample_decodes(inputs, hidden)
-        return self.sample_hidden(*self.inputs.read(len(inputs.rows)))
+        return self.sample_hidden(*self.inputs.view(len(inputs.rows)))
 
     def receive(self, num_rows: int, rank: int, number: int) -> Tensor:
         """Wait for [num_rows, hidden] of plan `number` from another rank. Over NCCL only the device waits."""

@@ -80,7 +80,7 @@ class ModelRunner:
         self.decoder = decoder
         self._read_weights = read_weights
         self.load_model()
-        self.backend.limit_threads(self.sizes.num_parameters)
+        self.backend.choose_threads(self.sizes.num_parameters)
         self.device_rows = DeviceRows(config.max_num_seqs, config.max_blocks_per_seq, self.device)
         self.staging = self.backend.make_staging(StepPlan.max_size(config))
         self.sampler = Sampler(self.backend, self.device_rows, parallel)
@@ -163,13 +163,13 @@ class ModelRunner:
         hidden = head.hidden if head.sample_indices is None else head.hidden[head.sample_indices]
         counts = head.asked["num_logprobs"]
         if not head.asked["is_edited"].any() and counts.max() < 0:
-            sampled = steps.run(
+            token_ids = steps.run(
                 "sampler", plan.num_seqs, partial(self.sample_hidden, hidden, head.rows, head.positions, head.sampling)
             )
-            return DeviceResult(sampled, targets=targets)
+            return DeviceResult(token_ids, targets=targets)
         logits = self.model.compute_logits(hidden)
-        sampled = self.sampler.sample(logits, head.rows, head.positions, edits, head.sampling)
-        return DeviceResult(sampled, start_logprobs(plan, counts, sampled, logits, self.backend), targets)
+        token_ids = self.sampler.sample(logits, head.rows, head.positions, edits, head.sampling)
+        return DeviceResult(token_ids, start_logprobs(plan, counts, token_ids, logits, self.backend), targets)
 
     def sample_hidden(self, hidden: Tensor, rows: Tensor, positions: Tensor, sampling: Tensor | None = None) -> Tensor:
         """For each of n hidden states, [n, hidden], compute logits and sample one token without edits.
@@ -198,7 +198,7 @@ class ModelRunner:
     @contextmanager
     def computing(self) -> Iterator[None]:
         """Return a context manager. In its `with` block this thread computes on this runner's device."""
-        with self.backend.on_device(), torch.inference_mode(), self.backend.choose_threads():
+        with self.backend.on_device(), torch.inference_mode(), self.backend.with_threads():
             yield
 
     def reason_to_close(self) -> str | None:

@@ -35,7 +35,7 @@ class StepHandle:
 
     def __init__(self, plan: StepPlan, result: DeviceResult, stopwatch: Stopwatch, backend: Backend) -> None:
         # Samples that nobody asked for are dropped: those of sequences whose num_sampled is 0.
-        self._sampled = np.flatnonzero(np.repeat(plan.num_sampled > 0, 1 + plan.num_drafts))
+        self._kept = np.flatnonzero(np.repeat(plan.num_sampled > 0, 1 + plan.num_drafts))
         self._stopwatch = stopwatch
         if result.token_ids is not None:
             result = result._replace(token_ids=backend.start_copy(result.token_ids))
@@ -49,10 +49,10 @@ class StepHandle:
         logprobs: dict[int, dict[int, Logprob]] = {}
         if self._result.token_ids is not None:
             every_sample = self._result.token_ids.numpy()
-            token_ids = every_sample[self._sampled]
+            token_ids = every_sample[self._kept]
             if self._result.logprobs is not None:
                 found, asking = self._result.logprobs
-                indices = np.searchsorted(self._sampled, asking).tolist()  # among the samples that are kept
+                indices = np.searchsorted(self._kept, asking).tolist()  # among the samples that are kept
                 logprobs = dict(zip(indices, found.read(every_sample[asking]), strict=True))
         targets = ([], []) if self._result.targets is None else self._result.targets.read()
         return StepResult(token_ids, logprobs, *targets, prepare_seconds, device_seconds)

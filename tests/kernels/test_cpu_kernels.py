@@ -31,7 +31,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.backends.cpu import backend as backend_module
 from nanovllm.backends.cpu.backend import CpuBackend
 from nanovllm.backends.cpu.library import CpuLibrary, cpu_library
-from nanovllm.backends.torch_backend import OneDnnMatrix
+from nanovllm.backends.torch_backend import OneDnnMatrix, TorchBackend
 from nanovllm.engine.plan import ROW_SAMPLING
 from nanovllm.ops.norm_rope_store import NormRope
 from nanovllm.ops.sample import store_samples_reference
@@ -362,8 +362,7 @@ def test_plain_torch_computes_a_small_model_in_one_thread_unless_the_user_says_h
 
     monkeypatch.setattr(ModelRunner, "run_layers", look)
     options = {"device": "cpu", "dtype": "float32", "max_model_len": 64}
-    for small_model, chosen, expected in ((10_000_000, None, 1), (10_000_000, "2", 2), (10, None, 2)):
-        monkeypatch.setattr("nanovllm.backends.torch_backend.SMALL_MODEL", small_model)
+    for chosen, expected in ((None, 1), ("2", 2)):
         if chosen is not None:
             monkeypatch.setenv("OMP_NUM_THREADS", chosen)
         with LLM(reciter, **options) as llm:
@@ -371,7 +370,12 @@ def test_plain_torch_computes_a_small_model_in_one_thread_unless_the_user_says_h
             threads.append(2)
             llm.generate([[5] * 50], SamplingParams(temperature=0, max_tokens=3), use_tqdm=False)
         assert set(seen) == {expected} and threads[-1] == 2
-        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    backend = TorchBackend()
+    for num_parameters, expected in ((10_000_000, 1), (10_000_001, 2)):
+        backend.choose_threads(num_parameters)
+        with backend.with_threads():
+            assert threads[-1] == expected
 
 
 def test_threads_are_by_default_the_physical_cores_of_one_socket_among_those_allowed(

@@ -56,7 +56,7 @@ class CpuBackend(Backend):
             return str(error)
         return None
 
-    def choose_threads(self) -> AbstractContextManager[object]:
+    def with_threads(self) -> AbstractContextManager[object]:
         return torch_in_one_thread()  # the kernels have a team of their own
 
     def make_steps(self, runner: "ModelRunner") -> Steps:

@@ -57,12 +57,12 @@ def _step_inputs_kernel(
         index = start + tl.arange(0, BLOCK)
         block = tl.load(table_ptr + index, mask=index < table_width)
         tl.store(block_tables_ptr + seq.to(tl.int64) * table_width + index, block, mask=index < table_width)
-    sampled = tl.load(last_token_ptr + row)
+    last_token = tl.load(last_token_ptr + row)
     for start in range(0, scheduled, BLOCK):
         index = start + tl.arange(0, BLOCK)
         exists = index < scheduled
         planned_id = tl.load(planned_ids_ptr + first + index, mask=exists)
-        tl.store(token_ids_ptr + first + index, tl.where(planned_id < 0, sampled, planned_id), mask=exists)
+        tl.store(token_ids_ptr + first + index, tl.where(planned_id < 0, last_token, planned_id), mask=exists)
         position = computed + index
         tl.store(positions_ptr + first + index, position, mask=exists)
         block = tl.load(table_ptr + position // BLOCK_SIZE, mask=exists, other=0).to(tl.int64)
