@@ -29,7 +29,7 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.tokenizer import Tokenizer
 from nanovllm.utils.checks import as_integer
 from nanovllm.utils.machine import limit_threads
-from nanovllm.utils.memory import check_room
+from nanovllm.utils.memory import check_limits
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -60,7 +60,7 @@ def load_engine(asked: EngineConfig) -> LLMEngine:
 
 def make_engine(asked: EngineConfig) -> LLMEngine:
     """Load a model and what belongs to it: see `load_engine`. Errors are as short as their places raise them."""
-    check_room()
+    check_limits()
     folder, weights, hf_config, facts = read_files(asked)
     if asked.data_parallel_size > 1:
         from nanovllm.distributed.replicas import load_replicas

@@ -23,8 +23,9 @@ it loads a large library from a slow disk it gives none."""
 POLL = 1.0
 """Seconds of one wait for a report. Silence is counted in such waits and not by the clock: when a machine goes on after
 a pause, only one wait has ended, and the followers have time to report."""
-COMMAND = "import sys; fd, *sys.path = sys.argv[1:]; from nanovllm.distributed.{} import main; main(int(fd))"
-"""The folders to import from are arguments, because PYTHONPATH cannot hold a folder with a colon in its name."""
+LAUNCHER = "import sys; fd, *sys.path = sys.argv[1:]; from nanovllm.distributed.{} import main; main(int(fd))"
+"""A program that calls a module's `main`. The folders to import from are arguments, because PYTHONPATH cannot hold a
+folder with a colon in its name."""
 MEETING = "NANOVLLM_MEETING"
 """The variable of a follower's environment that holds the folder where the ranks meet. The follower removes the folder
 if rank 0 is killed, even before it has got its first object."""
@@ -46,7 +47,7 @@ def start_process(
     connection, theirs = Pipe()
     with theirs:
         process = subprocess.Popen(
-            [sys.executable, "-P", "-c", COMMAND.format(program), str(theirs.fileno()), *path],
+            [sys.executable, "-P", "-c", LAUNCHER.format(program), str(theirs.fileno()), *path],
             env=os.environ | variables,
             stdin=subprocess.DEVNULL,
             pass_fds=(theirs.fileno(), *fds),

@@ -24,7 +24,7 @@ LONG = 0.2
 WORTHWHILE = 1.02
 """Drafts are verified only if they are expected to make so many times the tokens a second of a step without them."""
 
-FloatArray = NDArray[np.float64]
+Float64Array = NDArray[np.float64]
 
 
 class PlanRunner(Protocol):
@@ -45,12 +45,12 @@ class StepCosts:
         drafting: seconds of a pass of the draft model over as many sequences; 0 if there is none.
     """
 
-    num_tokens: FloatArray
-    plain: FloatArray
-    verified: FloatArray
-    drafting: FloatArray
+    num_tokens: Float64Array
+    plain: Float64Array
+    verified: Float64Array
+    drafting: Float64Array
 
-    def interpolate(self, num_tokens: NDArray[np.integer[Any]], seconds: FloatArray) -> FloatArray:
+    def interpolate(self, num_tokens: NDArray[np.integer[Any]], seconds: Float64Array) -> Float64Array:
         """Return the seconds of steps of any size, given one of the attributes `plain`, `verified` or `drafting`.
 
         Between the measured sizes they lie on straight lines; beyond the last one seconds are proportional to tokens.
@@ -60,7 +60,7 @@ class StepCosts:
 
 
 def choose_num_drafts(
-    offers: IntArray, rates: FloatArray, num_seqs: int, num_tokens: int, costs: StepCosts
+    offers: IntArray, rates: Float64Array, num_seqs: int, num_tokens: int, costs: StepCosts
 ) -> IntArray:
     """Choose how many drafts of each sequence to verify, so that the step makes the most tokens a second.
 
@@ -123,7 +123,7 @@ def measure_costs(
     return StepCosts(np.array(sizes, np.float64), plain, verified, drafting)
 
 
-def time_steps(runner: PlanRunner, config: ResolvedConfig, sizes: list[int], num_drafts: int) -> FloatArray:
+def time_steps(runner: PlanRunner, config: ResolvedConfig, sizes: list[int], num_drafts: int) -> Float64Array:
     """Return the seconds of steps of given sizes, each the best of several runs.
 
     There are two rounds, because another process may disturb one. More tokens never count as cheaper than fewer.

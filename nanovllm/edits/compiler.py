@@ -11,7 +11,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from nanovllm.edits.grammar_size import is_safe, measure_schema, measure_text
-from nanovllm.edits.json_schema import find_place, read_schema
+from nanovllm.edits.json_schema import locate_error, read_schema
 
 LIMITS = LLParserLimits(
     initial_lexer_fuel=500_000,  # of a compile: at most a second
@@ -100,7 +100,7 @@ def _compile_schema(tokenizer: LLTokenizer, schema: dict[str, Any]) -> LLMatcher
 
     matcher, error = make_matcher(schema)
     if error:
-        raise ValueError(f"at {find_place(schema, error, lambda part: make_matcher(part)[1])}: {error}")
+        raise ValueError(f"at {locate_error(schema, error, lambda part: make_matcher(part)[1])}: {error}")
     return matcher
 
 

@@ -1,7 +1,7 @@
 """Reads JSON schemas for llguidance, so that a schema is kept whole or refused with the place of what cannot be kept.
 
 llguidance refuses most of what it does not support, but not all, and it names no place. `read_schema` refuses what
-llguidance 1.9 would accept without keeping it, and adds what its formats of dates and times lack. `find_place` says
+llguidance 1.9 would accept without keeping it, and adds what its formats of dates and times lack. `locate_error` says
 where in a schema something is that llguidance refuses.
 """
 
@@ -170,7 +170,7 @@ def _can_be_written(value: Any) -> bool:
     return not isinstance(value, int | float) or abs(value) < _EXACT
 
 
-def find_place(schema: dict[str, Any], error: str, get_error: Callable[[Any], str]) -> str:
+def locate_error(schema: dict[str, Any], error: str, get_error: Callable[[Any], str]) -> str:
     """Return the JSON pointer of the innermost schema that alone gives the same error; "#" if there is none.
 
     Each part is tried with the definitions that it may refer to, so the search takes long in a large schema. It ends

@@ -8,7 +8,7 @@ import numpy as np
 from nanovllm.jobs.request_lines import LineError, RequestLine, check_model
 from nanovllm.jobs.result_lines import ResultLine, Usage, encode_line, make_error_line
 from nanovllm.text.prompts import name_errors
-from nanovllm.uses.embedding import EMBED, check_dimensions, read_embedding
+from nanovllm.uses.embedding import EMBEDDING_PARAMS, check_dimensions, read_embedding
 from nanovllm.utils.checks import as_choice, refuse, refuse_unknown
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def prepare_embeddings(line: RequestLine, llm: "LLM", model_name: str) -> "list[
         requests = []
         for i, prompt in enumerate(inputs):
             with name_errors("input", i, len(inputs)):
-                requests.append(llm.prepare(prompt, EMBED))
+                requests.append(llm.prepare(prompt, EMBEDDING_PARAMS))
     except (TypeError, ValueError, OverflowError) as error:
         raise LineError("invalid_request", str(error), line.custom_id) from error
     return requests

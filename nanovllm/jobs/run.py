@@ -46,8 +46,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-LINES_AHEAD = 64
-"""A thread reads and tokenises this many lines before the engine asks for them, while steps run."""
+LINES_PREPARED = 64
+"""So many lines are read and tokenised before the engine asks for them: by a thread, while steps run."""
 
 
 def answer_lines(
@@ -88,7 +88,7 @@ def answer_lines(
                     write(make_error_line(line.number, error))
 
     def prepare_lines() -> "Generator[tuple[RequestLine, list[Request]] | None, None, None]":
-        tasks = work_ahead(read_lines(), lambda line: prepare_line(line, llm, model_name), LINES_AHEAD)
+        tasks = work_ahead(read_lines(), lambda line: prepare_line(line, llm, model_name), LINES_PREPARED)
         with closing(tasks):
             for request_line, task in tasks:
                 while admission is not None and admission.need_not_wait and not task.done():

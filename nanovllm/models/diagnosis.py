@@ -20,7 +20,7 @@ from nanovllm.utils.memory import find_memory_limits, free_memory
 LFS = b"version https://git-lfs.github.com/spec/"
 """The beginning of a git-lfs pointer: a small text in place of a large file."""
 
-UNFINISHED = ("*.incomplete", "*.part", "*.crdownload", "*.aria2", "*.tmp")
+UNFINISHED_FILES = ("*.incomplete", "*.part", "*.crdownload", "*.aria2", "*.tmp")
 """Files that huggingface_hub, browsers and aria2 leave when a download ends early."""
 
 CUT_SHORT = ("header too small", "invalid header length", "file not fully covered")
@@ -125,7 +125,7 @@ def find_missing_shards(weights: set[str]) -> list[str]:
 def find_unfinished(folder: Path) -> list[str]:
     """Return files of a download that has not ended, in the folder or where huggingface_hub keeps them."""
     places = (folder, folder / ".cache" / "huggingface" / "download", folder.parent.parent / "blobs")
-    return sorted(path.name for place in places for pattern in UNFINISHED for path in place.glob(pattern))
+    return sorted(path.name for place in places for pattern in UNFINISHED_FILES for path in place.glob(pattern))
 
 
 def advise_on_adapter(folder: Path) -> str:

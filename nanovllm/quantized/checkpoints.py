@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 Config = Mapping[str, Any]
 """The quantization_config of a config.json."""
 
-FLOATS = ("F32", "F16", "BF16")
+SCALE_DTYPES = ("F32", "F16", "BF16")
 INTEGERS = ("I32", "I64")
 
 
@@ -36,7 +36,7 @@ class Awq(Format):
         return {
             "qweight": ((size, out // 8), ("I32",)),
             "qzeros": ((groups, out // 8), ("I32",)),
-            "scales": ((groups, out), FLOATS),
+            "scales": ((groups, out), SCALE_DTYPES),
         }
 
     def convert(self, tensors: Mapping[str, Tensor], out: int, size: int) -> Codes:
@@ -66,7 +66,7 @@ class Gptq(Format):
         tensors: RawTensors = {
             "qweight": ((size // per_word, out), ("I32",)),
             "qzeros": ((groups, out // per_word), ("I32",)),
-            "scales": ((groups, out), FLOATS),
+            "scales": ((groups, out), SCALE_DTYPES),
         }
         if f"{prefix}.g_idx" in names:
             tensors["g_idx"] = ((size,), INTEGERS)
@@ -97,7 +97,7 @@ class PackQuantized(Format):
         groups = self.count_groups(size)
         tensors: RawTensors = {
             "weight_packed": ((out, ceil_div(size, per_word)), ("I32",)),
-            "weight_scale": ((out, groups), FLOATS),
+            "weight_scale": ((out, groups), SCALE_DTYPES),
             "weight_shape": ((2,), INTEGERS),
         }
         if self.has_zeros:
@@ -125,7 +125,7 @@ class IntQuantized(Format):
 
     def list_tensors(self, prefix: str, names: Collection[str], out: int, size: int) -> RawTensors:
         groups = self.count_groups(size)
-        tensors: RawTensors = {"weight": ((out, size), ("I8",)), "weight_scale": ((out, groups), FLOATS)}
+        tensors: RawTensors = {"weight": ((out, size), ("I8",)), "weight_scale": ((out, groups), SCALE_DTYPES)}
         if self.has_zeros:
             tensors["weight_zero_point"] = ((out, groups), ("I8",))
         return tensors
@@ -155,10 +155,10 @@ class ScaledFloat8(Format):
         shape = self._shape_of_scales(out, size) if any(self.block) else (1,)
         tensors: RawTensors = {
             "weight": ((out, size), ("F8_E4M3",)),
-            suffix: (shape, (*FLOATS, "F8_E8M0")),
+            suffix: (shape, (*SCALE_DTYPES, "F8_E8M0")),
         }
         if f"{prefix}.input_scale" in names:  # of activations, which are not quantised here
-            tensors["input_scale"] = ((1,), FLOATS)
+            tensors["input_scale"] = ((1,), SCALE_DTYPES)
         return tensors
 
     def convert(self, tensors: Mapping[str, Tensor], out: int, size: int) -> ScaledFloats:

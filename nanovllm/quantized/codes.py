@@ -8,7 +8,7 @@ from torch import Tensor
 
 from nanovllm.ops.kv_codes import divide_by_scales
 
-CHUNK = 2**22
+ELEMENTS_AT_A_TIME = 2**22
 """Elements that are quantised at a time, so that float32 copies stay small."""
 
 SMALLEST_GROUP = 32
@@ -139,7 +139,7 @@ def quantize_int8(weight: Tensor) -> Codes:
     rows = weight.reshape(-1, weight.shape[-1])
     codes = torch.empty(rows.shape, dtype=torch.int8, device=weight.device)
     scales = torch.empty(rows.shape[0], dtype=torch.float32, device=weight.device)
-    height = max(1, CHUNK // max(1, rows.shape[1]))
+    height = max(1, ELEMENTS_AT_A_TIME // max(1, rows.shape[1]))
     for start in range(0, rows.shape[0], height):
         part = slice(start, start + height)
         scaled, scales[part] = divide_by_scales(rows[part], 127)

@@ -19,7 +19,7 @@ from nanovllm.models.decoder import Decoder
 from nanovllm.models.qwen3_moe.decoder import Experts, SparseMLP
 from nanovllm.models.weight_reader import materialize
 from nanovllm.quantized.checkpoints import find_format
-from nanovllm.quantized.codes import CHUNK, Codes, quantize_int8
+from nanovllm.quantized.codes import ELEMENTS_AT_A_TIME, Codes, quantize_int8
 from nanovllm.quantized.formats import INT8, MADE_AT_LOAD, Format, RawTensors
 from nanovllm.quantized.torch_matrix import MatrixOperators
 from nanovllm.utils.checks import quote
@@ -382,7 +382,7 @@ def find_place(target: WeightTarget) -> tuple[slice, slice]:
 
 
 def split_rows(target: WeightTarget, view: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Yield the rows of a target a few at a time, about CHUNK elements: those of the checkpoint's matrix, and a view.
+    """Yield the rows of a target a few at a time (ELEMENTS_AT_A_TIME): those of the checkpoint's matrix, and a view.
 
     A matrix without rows, as the last of many ranks may have of the vocabulary, has one part without rows.
 
@@ -390,7 +390,7 @@ def split_rows(target: WeightTarget, view: Tensor) -> Iterator[tuple[slice, Tens
         view: the target's matrix, or that of one expert.
     """
     first = find_place(target)[0].start or 0
-    height = max(1, CHUNK // target.shape[-1])
+    height = max(1, ELEMENTS_AT_A_TIME // target.shape[-1])
     parts = view.split(height)  # type: ignore[no-untyped-call]
     for begin, part in zip(count(first, height), parts, strict=False):
         yield slice(begin, begin + len(part)), part

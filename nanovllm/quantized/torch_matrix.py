@@ -11,7 +11,7 @@ from torch import Tensor
 from nanovllm.layers.linear import PackedMatrix
 from nanovllm.models.qwen3_moe.decoder import PackedExperts
 from nanovllm.models.qwen3_moe.ops import Routing
-from nanovllm.quantized.codes import CHUNK, Codes
+from nanovllm.quantized.codes import ELEMENTS_AT_A_TIME, Codes
 from nanovllm.quantized.dynamic import multiply_rounded
 from nanovllm.quantized.formats import Format
 
@@ -25,7 +25,7 @@ class TorchMatrix:
         """dtype is that of the activations, which the weights are rounded to."""
         self._codes = codes
         self._dtype = dtype
-        self._height = max(1, CHUNK // codes.in_features)
+        self._height = max(1, ELEMENTS_AT_A_TIME // codes.in_features)
         """Rows that are dequantised at a time, so that float32 copies stay small."""
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:

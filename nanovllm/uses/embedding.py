@@ -10,7 +10,7 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.prompts import list_prompts
 from nanovllm.utils.checks import as_bool, as_integer, refuse
 
-EMBED = SamplingParams(max_tokens=0, embed=True)
+EMBEDDING_PARAMS = SamplingParams(max_tokens=0, embed=True)
 """Asks for the hidden state of a prompt's last token. Nothing is sampled, and no LM head is multiplied."""
 
 
@@ -24,7 +24,7 @@ def embed_prompts(llm: Any, prompts: Any, *, dimensions: int | None, normalize: 
     llm.engine.claim.check()
     check_dimensions(dimensions, llm.engine.facts.embedding_size)
     as_bool(normalize, "normalize")
-    requests = llm.prepare_requests(list_prompts(prompts), EMBED, show=show)
+    requests = llm.prepare_requests(list_prompts(prompts), EMBEDDING_PARAMS, show=show)
     outputs = dict(llm.run_requests(requests, "Embedding", show))
     return [read_embedding(outputs[i], dimensions, normalize) for i in range(len(outputs))]
 

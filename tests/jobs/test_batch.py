@@ -526,7 +526,7 @@ def test_ids_and_finished_lines_take_at_most_16_bytes_each_at_any_time() -> None
 
 def test_lines_are_read_as_they_are_needed(tmp_path: Path) -> None:
     """Of an input that never ends, a job takes only what the engine has asked for, and some to tokenise meanwhile."""
-    from nanovllm.jobs.run import LINES_AHEAD, answer_lines
+    from nanovllm.jobs.run import LINES_PREPARED, answer_lines
 
     def endless() -> Iterator[Line]:
         nonlocal taken
@@ -539,7 +539,7 @@ def test_lines_are_read_as_they_are_needed(tmp_path: Path) -> None:
     answers: list[Any] = []
     with pytest.raises(RuntimeError, match="died"):
         answer_lines(llm, endless(), answers.append, "some-model", {})
-    assert len(answers) == 50 and taken <= 50 + 8 + LINES_AHEAD
+    assert len(answers) == 50 and taken <= 50 + 8 + LINES_PREPARED
 
 
 def test_the_bar_of_a_job_moves_while_its_first_line_runs(

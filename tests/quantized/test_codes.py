@@ -132,7 +132,7 @@ def test_a_matrix_is_quantised_row_by_row_whatever_the_chunk(monkeypatch) -> Non
     whole = quantize_int8(weight)
     assert whole.codes.shape == weight.shape
     assert whole.scales.shape == (3, 7, 1)
-    monkeypatch.setattr(module, "CHUNK", 20)
+    monkeypatch.setattr(module, "ELEMENTS_AT_A_TIME", 20)
     parts = quantize_int8(weight)
     assert torch.equal(whole.codes, parts.codes)
     assert torch.equal(whole.scales, parts.scales)

@@ -19,10 +19,10 @@ from nanovllm.utils.integers import ceil_div
 
 logger = logging.getLogger(__name__)
 
-CHUNK = read_constant("CHUNK", "quantized.h")
+CHUNK_BYTES = read_constant("CHUNK", "quantized.h")
 """Bytes of a panel's codes that belong together."""
 
-INT8, WHOLE_INT8, INT4 = (read_constant(name, "quantized.cpp") for name in ("INT8", "WHOLE_INT8", "INT4"))
+INT8_CODES, WHOLE_CODES, INT4_CODES = (read_constant(name, "quantized.cpp") for name in ("INT8", "WHOLE_INT8", "INT4"))
 """The formats: 8 bits without the code -128, which is slower; 8 bits with it; 4 bits."""
 
 
@@ -54,15 +54,15 @@ class PackedCodes:
         in_features = codes.in_features
         out_features = codes.out_features
         self.order = codes.order
-        inputs = CHUNK * 8 // (PANEL * codes.bits)  # of a chunk
+        inputs = CHUNK_BYTES * 8 // (PANEL * codes.bits)  # of a chunk
         group = codes.group_size
         if group < in_features and group % inputs:
             raise ValueError(f"the CPU kernels take groups of a multiple of {inputs} inputs, not {group}")
         self.sizes: tuple[int, ...] = (in_features, out_features, min(group, in_features))
-        self.format = INT4
+        self.format = INT4_CODES
         if codes.bits == 8:
-            self.format = WHOLE_INT8 if codes.codes.numel() and codes.codes.min() == -128 else INT8
-        size = ceil_div(out_features, PANEL) * ceil_div(in_features, inputs) * CHUNK
+            self.format = WHOLE_CODES if codes.codes.numel() and codes.codes.min() == -128 else INT8_CODES
+        size = ceil_div(out_features, PANEL) * ceil_div(in_features, inputs) * CHUNK_BYTES
         matrices = codes.codes.reshape(-1, *codes.codes.shape[-2:]).contiguous()
         packed = huge_pages.empty(len(matrices) * size).view(len(matrices), size)
         for matrix, target in zip(matrices, packed, strict=True):

@@ -20,7 +20,7 @@ from helpers.rehearsal.timeline import Event, RehearsalError, Stream
 from nanovllm.backends.gpu import cuda_graphs, startup, triton_shim
 from nanovllm.distributed import follower_process
 
-COMMAND = "import sys; fd, *sys.path = sys.argv[1:]; from helpers.rehearsal.follower import main; main(int(fd))"
+LAUNCHER = "import sys; fd, *sys.path = sys.argv[1:]; from helpers.rehearsal.follower import main; main(int(fd))"
 """A follower runs worker.py with these stand-ins."""
 MIB = 1 << 20
 
@@ -127,7 +127,7 @@ def rehearse(total: int = 96 * MIB, num_devices: int = 1, capability: tuple[int,
         stack.enter_context(mock.patch.object(torch, "Generator", lambda device="cpu": make_generator()))
         stack.enter_context(mock.patch.object(dist, "ProcessGroupNCCL", PretendNccl, create=True))
         stack.enter_context(mock.patch.object(startup, "compile_kernels", lambda *arguments: None))
-        stack.enter_context(mock.patch.object(follower_process, "COMMAND", COMMAND))
+        stack.enter_context(mock.patch.object(follower_process, "LAUNCHER", LAUNCHER))
         stack.enter_context(mock.patch.object(threading.Thread, "run", lambda self: _run_with_calls(run, self)))
         stack.enter_context(mock.patch.dict("os.environ", {"REHEARSAL": f"{total} {num_devices}"}))
         stack.enter_context(extended(card))
