@@ -22,7 +22,7 @@ import torch
 
 from benchmarks.bench_workload import write_checkpoint
 from nanovllm.commands.bench import Workload
-from nanovllm.commands.cost import Machine
+from nanovllm.commands.floor import Machine
 from nanovllm.config import EngineConfig
 from nanovllm.models.hub import find_model
 

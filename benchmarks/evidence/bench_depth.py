@@ -32,7 +32,7 @@ from benchmarks.bench_workload import write_checkpoint
 from benchmarks.measuring import commit
 from benchmarks.rivals.worker import DepthTimes, Engine
 from benchmarks.rivals.worker import main as work
-from nanovllm.commands.cost import Model, measure_machine, step_cost
+from nanovllm.commands.floor import Model, measure_machine, step_cost
 from nanovllm.models.model_config import load_model_config
 from nanovllm.models.shapes import PRESETS, preset_config
 

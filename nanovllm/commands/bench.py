@@ -19,12 +19,12 @@ from typing import Any
 import torch
 
 from nanovllm.commands.cli import add_engine_options, read_engine_config
-from nanovllm.commands.cost import Cost, Machine, Model, Step, ideal_steps, measure_machine, step_cost
 from nanovllm.commands.doctor import name_device
 from nanovllm.commands.estimate import fetch_config
+from nanovllm.commands.floor import Cost, Machine, Model, Step, ideal_steps, measure_machine, step_cost
 from nanovllm.config import EngineConfig
 from nanovllm.engine.plan import StepResult
-from nanovllm.engine.step import ScheduledStep
+from nanovllm.engine.scheduled_step import ScheduledStep
 from nanovllm.llm import LLM
 from nanovllm.load import resolve_options
 from nanovllm.models.shapes import PRESETS, preset_config

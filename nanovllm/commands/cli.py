@@ -228,8 +228,8 @@ def _add_estimate(commands: Any) -> None:
 
 
 def _estimate(options: argparse.Namespace) -> int:
-    from nanovllm.commands.cost import MACHINES, Machine
     from nanovllm.commands.estimate import estimate, estimate_job, fetch_config, parse_size
+    from nanovllm.commands.floor import MACHINES, Machine
 
     hf_config = fetch_config(options.model)
     config = read_engine_config(options)

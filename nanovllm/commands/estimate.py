@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nanovllm.backends.gpu.memory import GpuMemory
-from nanovllm.commands.cost import Cost, Machine, Model, ideal_steps, measure_machine, step_cost
+from nanovllm.commands.floor import Cost, Machine, Model, ideal_steps, measure_machine, step_cost
 from nanovllm.config import EngineConfig, ResolvedConfig
 from nanovllm.distributed.stage_decoder import make_stage_decoder
 from nanovllm.distributed.stages import choose_stages

@@ -21,9 +21,9 @@ from torch import Tensor
 
 from nanovllm.config import ResolvedConfig
 from nanovllm.distributed.collectives import GroupParallel
-from nanovllm.distributed.commands import DRAFT, as_bytes, pack_command
 from nanovllm.distributed.follower_group import FollowerGroup
 from nanovllm.distributed.pipeline import FirstStage, StageParallel, StageRunner
+from nanovllm.distributed.rank_commands import DRAFT, as_bytes, pack_command
 from nanovllm.distributed.ring import pack_plan
 from nanovllm.engine.interfaces import Handle, StepEdits
 from nanovllm.engine.plan import StepPlan, StepResult

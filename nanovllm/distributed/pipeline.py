@@ -28,8 +28,8 @@ from nanovllm.models.decoder import Decoder
 from nanovllm.ops.step_inputs import DevicePlan, StepInputs
 from nanovllm.runner.head_inputs import HeadInputs
 from nanovllm.runner.model_runner import ModelRunner
-from nanovllm.runner.scoring import find_targets
 from nanovllm.runner.step_handle import DeviceResult, StepHandle
+from nanovllm.runner.targets import find_targets
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

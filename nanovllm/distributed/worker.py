@@ -131,8 +131,8 @@ def follow(start: dict[str, Any], meeting: Path, send: Callable[..., None]) -> N
 
 def obey(ring: "Ring", runner: "ModelRunner", group: "GroupParallel") -> None:
     """Run the plans and commands of rank 0, in their order, until it sends an empty message."""
-    from nanovllm.distributed.commands import COMMAND, DRAFT, receive_command
     from nanovllm.distributed.pipeline import StageRunner
+    from nanovllm.distributed.rank_commands import COMMAND, DRAFT, receive_command
     from nanovllm.distributed.ring import unpack_plan
     from nanovllm.engine.plan import StepPlan
     from nanovllm.runner.renewal import RankRenewal

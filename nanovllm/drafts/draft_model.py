@@ -28,8 +28,8 @@ from nanovllm.config import EngineConfig, ResolvedConfig
 from nanovllm.drafts.costs import PlanRunner
 from nanovllm.engine.interfaces import Handle
 from nanovllm.engine.plan import IntArray, StepPlan
+from nanovllm.engine.scheduled_step import ScheduledStep
 from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.step import ScheduledStep
 from nanovllm.models.model_config import load_model_config
 from nanovllm.models.sizes import Sizes
 from nanovllm.quantized.formats import MADE_AT_LOAD

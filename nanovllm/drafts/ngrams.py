@@ -13,8 +13,8 @@ from weakref import WeakValueDictionary
 import numpy as np
 
 from nanovllm.engine.plan import IntArray
+from nanovllm.engine.scheduled_step import ScheduledStep
 from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.step import ScheduledStep
 
 NUM_BYTES = 64 << 20
 """Memory of the index: half of it for the table, half for the outputs of ended sequences."""

@@ -23,9 +23,9 @@ from nanovllm.drafts.draft_model import ModelDrafter
 from nanovllm.drafts.ngrams import NgramDrafter
 from nanovllm.engine.plan import IntArray
 from nanovllm.engine.rows import Rows
+from nanovllm.engine.scheduled_step import ScheduledStep
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.step import ScheduledStep
 
 if TYPE_CHECKING:
     from nanovllm.distributed.leader import LeadingRunner

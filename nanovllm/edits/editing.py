@@ -9,7 +9,7 @@ from nanovllm.config import ResolvedConfig
 from nanovllm.edits.bad_words import BadWord
 from nanovllm.edits.logit_edits import LateEdits, LogitEdits, PenaltyCounts, collect_edits, lacks_tokens
 from nanovllm.edits.row_edits import RowEdits
-from nanovllm.engine.step import ScheduledStep
+from nanovllm.engine.scheduled_step import ScheduledStep
 from nanovllm.parsing.thinking import ThinkingTokens
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.tokenizer import Tokenizer

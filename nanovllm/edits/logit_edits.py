@@ -14,8 +14,8 @@ from nanovllm.edits.after_thinking import AfterThinking, Place
 from nanovllm.edits.edit_logits import EditOperators, MaskAndPenalties
 from nanovllm.edits.row_edits import RowEdits
 from nanovllm.engine.plan import IntArray
+from nanovllm.engine.scheduled_step import ScheduledStep
 from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.step import ScheduledStep
 from nanovllm.ops.sample import Sampled
 from nanovllm.utils.integers import ceil_div
 

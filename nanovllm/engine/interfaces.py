@@ -8,7 +8,7 @@ StepObserver  is told of every step                        view/, the progress b
 from typing import TYPE_CHECKING, Protocol
 
 from nanovllm.engine.plan import StepPlan, StepResult
-from nanovllm.engine.step import ScheduledStep
+from nanovllm.engine.scheduled_step import ScheduledStep
 from nanovllm.utils.clock import Clock
 
 if TYPE_CHECKING:

@@ -21,9 +21,9 @@ from nanovllm.engine.interfaces import Handle, Runner, StepObserver
 from nanovllm.engine.interrupt import HoldInterrupt
 from nanovllm.engine.output import ParseOutput, make_output
 from nanovllm.engine.plan import StepResult
+from nanovllm.engine.scheduled_step import ScheduledStep
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import MASK_64, Request, Sequence, check_request, derive_seed
-from nanovllm.engine.step import ScheduledStep
 from nanovllm.outputs import Output
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.tokenizer import Tokenizer

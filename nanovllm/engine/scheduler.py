@@ -15,8 +15,8 @@ import numpy as np
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.plan import IntArray, StepPlan, StepResult
 from nanovllm.engine.rows import NO_ROW, BlockTables, Rows, RowTable, pack_sampling
+from nanovllm.engine.scheduled_step import ScheduledStep
 from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.step import ScheduledStep
 from nanovllm.outputs import FinishReason
 
 if TYPE_CHECKING:

@@ -155,7 +155,7 @@ class ModelRunner:
         plan = head.plan
         targets = None
         if len(plan.targets):
-            from nanovllm.runner.scoring import Targets
+            from nanovllm.runner.targets import Targets
 
             targets = Targets(head, self.model, self.backend)
         if not plan.num_sampled.any():

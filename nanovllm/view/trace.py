@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 from nanovllm.engine.plan import StepResult
+from nanovllm.engine.scheduled_step import ScheduledStep
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.step import ScheduledStep
 from nanovllm.text.tokenizer import Tokenizer
 from nanovllm.utils.clock import Clock
 

@@ -10,7 +10,7 @@ import torch
 
 from docs.estimator import AWQ, NUMBERS, describe_preset, render_estimator
 from nanovllm.commands.cli import main
-from nanovllm.commands.cost import Machine, Model, step_cost
+from nanovllm.commands.floor import Machine, Model, step_cost
 from nanovllm.models.model_config import load_model_config
 from nanovllm.models.shapes import PRESETS, preset_config
 

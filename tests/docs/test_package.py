@@ -76,7 +76,7 @@ WINGS = (
     *("__main__", "backends.cpu", "backends.gpu", "commands", "distributed", "drafts", "edits", "jobs", "lm_eval"),
     *("models.diagnosis", "models.dummy_weights", "models.lora", "models.shapes"),
     *("models.qwen3_5", "models.qwen3_5_moe", "models.qwen3_moe"),
-    *("engine.scoring", "parsing", "quantized", "ray", "runner.renewal", "runner.scoring", "text.conversations"),
+    *("engine.scoring", "parsing", "quantized", "ray", "runner.renewal", "runner.targets", "text.conversations"),
     *("uses", "utils.work_ahead", "view", "vllm_names"),
 )
 """Rooms and files that load when they are asked for. Every other file belongs to the spine."""
@@ -84,7 +84,7 @@ WINGS = (
 ASKED_BY = {
     "vllm_names": ("nanovllm", "config", "sampling_params"),  # for a name or a value that is not ours
     "engine.scoring": ("engine.scheduler",),  # for a request that scores or embeds
-    "runner.scoring": ("runner.model_runner",),
+    "runner.targets": ("runner.model_runner",),
 }
 """The files of the spine that import a wing themselves. All other wings come through load.py or a method of LLM."""
 

@@ -14,8 +14,8 @@ from helpers.variants import REQUESTS, VARIANTS, tokens
 from nanovllm import LLM, SamplingParams
 from nanovllm.backends.cpu.backend import CpuBackend
 from nanovllm.drafts.draft_model import ModelDrafter
+from nanovllm.engine.scheduled_step import ScheduledStep
 from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.step import ScheduledStep
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
 

@@ -29,8 +29,8 @@ from nanovllm.drafts.ngrams import NgramDrafter
 from nanovllm.drafts.speculation import Speculation
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.plan import StepPlan, StepResult
+from nanovllm.engine.scheduled_step import ScheduledStep
 from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.step import ScheduledStep
 from nanovllm.jobs.counts import JobCounts
 from nanovllm.jobs.result_lines import ResultLine, Usage
 from nanovllm.sampling_params import SamplingParams

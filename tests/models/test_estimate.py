@@ -11,8 +11,8 @@ from helpers.batch_jobs import write_lines
 from helpers.paths import ROOT
 
 from nanovllm.commands.cli import main
-from nanovllm.commands.cost import MACHINES, Machine
 from nanovllm.commands.estimate import estimate, fetch_config, parse_size
+from nanovllm.commands.floor import MACHINES, Machine
 from nanovllm.config import EngineConfig
 from nanovllm.models.shapes import preset_config
 from nanovllm.models.sizes import Sizes
