@@ -15,9 +15,8 @@ class Steps:
     """Runs the parts of steps eagerly. A subclass records the parts of steps in which every sequence computes one
     token, and replays them.
 
-    `CudaGraphs` (on a GPU) records when the KV cache is made: the sizes 1, 2, 4, 8, 16, 24 and 32, then the
-    multiples of 16 up to 256, those of 32 above, and the smaller one of max_num_seqs and 1,024. `RecordedSteps`
-    (with the C++ kernels) records a size when the first step of this size runs. A size is a number of sequences.
+    `CudaGraphs` (on a GPU) records the sizes of `graph_batch_sizes` when the KV cache is made. `RecordedSteps` (with
+    the C++ kernels) records a size when the first step of this size runs. A size is a number of sequences.
 
     Attributes:
         most_seqs: the most sequences of a step that can be replayed; 0 if none can.

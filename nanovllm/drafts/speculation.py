@@ -49,7 +49,8 @@ class Drafter(Protocol):
         """Return how many drafts it has for each sequence: at most its limit, 0 if it has no guess."""
 
     def write_drafts(self, step: ScheduledStep) -> None:
-        """Write the drafts into the plan, whose token_ids have room for as many as were chosen."""
+        """Write the drafts into the plan, whose token_ids have room for as many as were chosen. Nobody else writes into
+        a plan, and nobody has read this one yet."""
 
     def note_end(self, seq: Sequence) -> None:
         """Learn that a sequence has ended. It is called once for each, when its last token is appended."""
@@ -123,6 +124,7 @@ class Speculation:
         blocks = scheduler.blocks
         budget = scheduler.max_num_batched_tokens - int((ends - table.num_computed[rows])[num_running:].sum())
         running = rows[:num_running]
+        ends = ends.copy()
         running_ends = ends[:num_running]  # a view of ends: what is added here is returned
         num_tokens = table.num_tokens[running]
         num_scheduled = running_ends - table.num_computed[running]

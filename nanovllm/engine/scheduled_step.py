@@ -43,7 +43,7 @@ class ScheduledStep(NamedTuple):
 
     def shares(self) -> Iterator[tuple[Sequence, IntArray]]:
         """Yield (sequence, token ids) for each of `seqs`. The ids are its last token and then its drafts: the step
-        samples once after each of them."""
+        samples once after each of them. They are a view of the plan's, into which a `Drafter` writes."""
         plan = self.plan
         ends = plan.num_scheduled.cumsum()[plan.num_sampled > 0].tolist()
         for seq, end, count in zip(self.seqs, ends, self.num_drawn.tolist(), strict=True):

@@ -195,7 +195,9 @@ def why_cannot(name: str, work: Work) -> str | None:
     try:
         backend = find_backend(name, work.device)
     except ImportError as error:
-        return f"triton cannot be imported ({error}); install it with: pip install triton"
+        missing = error.name or "its module"
+        advice = "; install it with: pip install triton" if missing.split(".")[0] == "triton" else ""
+        return f"{missing} cannot be imported ({error}){advice}"
     if backend is None:
         needed = "the CPU" if name == "cpu" else "a CUDA device"
         return f"it needs {needed}, not {work.device.type}"

@@ -190,8 +190,13 @@ def test_a_named_backend_that_cannot_run_says_why_and_what_to_install(
         chosen("flash_attn", GPU, BF16)
 
 
-def test_without_triton_the_error_says_what_to_install(no_triton: None) -> None:
-    with pytest.raises(ValueError, match=r"triton cannot be imported.*pip install triton"):
+def test_an_error_names_what_cannot_be_imported_and_triton_can_be_installed(
+    no_triton: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ValueError, match=r"here: triton cannot be imported.*pip install triton"):
+        chosen("triton", GPU, BF16)
+    monkeypatch.setitem(sys.modules, "nanovllm.backends.gpu.device", None)
+    with pytest.raises(ValueError, match=r"here: nanovllm\.backends\.gpu\.device cannot be imported \([^)]*\); or use"):
         chosen("triton", GPU, BF16)
 
 
