@@ -1,4 +1,7 @@
-"""Edits logits by masks and penalties, as a Triton kernel. The rule and its reference are in edits/edit_logits.py."""
+"""Edits logits by masks and penalties, as a Triton kernel.
+
+The reference is `edit_logits_reference` in edits/edit_logits.py, which states the rule.
+"""
 
 from torch import Tensor
 

@@ -1,4 +1,7 @@
-"""The gated delta rule as Triton kernels. The rule, its paper and its reference are in models/qwen3_5/ops.py."""
+"""The gated delta rule as Triton kernels.
+
+The reference is `gated_delta_reference` in models/qwen3_5/ops.py, which states the rule and its paper.
+"""
 
 import torch
 from torch import Tensor

@@ -1,6 +1,6 @@
 """Multiplies by a matrix of whole numbers with scales, 8 or 4 bits a weight, in Triton. Activations keep their type.
 
-The references are in quantized/torch_matrix.py.
+The references are `TorchMatrix` and `TorchExperts` in quantized/torch_matrix.py.
 """
 
 import torch

@@ -1,4 +1,7 @@
-"""RMSNorm, alone or after adding the residual, as a Triton kernel. The references are in ops/rms_norm.py."""
+"""RMSNorm, alone or after adding the residual, as a Triton kernel.
+
+The references are `rms_norm_reference` and `add_rms_norm_reference` in ops/rms_norm.py.
+"""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""Samples one token per row in three kernels, by the rule that ops/sample.py states."""
+"""Samples one token per row in three kernels. The reference is `sample_reference` in ops/sample.py."""
 
 import torch
 from torch import Tensor

@@ -1,7 +1,7 @@
 """Filters by top-k, top-p and min-p without a sort: a search finds the lowest value that is kept.
 
-The rule and its reference are in ops/sample.py. The kept tokens are those whose z is at least a threshold, which is
-the z of some token. The search works on integers: the bits of a float, read as an integer (with those of negatives
+The reference is `filter_reference` in ops/sample.py. The kept tokens are those whose z is at least a threshold, which
+is the z of some token. The search works on integers: the bits of a float, read as an integer (with those of negatives
 flipped), have the order of the floats. It narrows an interval of such integers. Each pass counts or weighs the tokens
 above several marks at once. So the threshold is exact, and ties are kept.
 
