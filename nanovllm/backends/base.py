@@ -170,12 +170,11 @@ class Backend:
         """Return the bytes that can still be allocated on the device."""
         return free_memory()
 
-    @classmethod
-    def room_beside(cls, weights: int, device: torch.device, utilization: float) -> int:
+    def room_beside(self, weights: int, utilization: float) -> int:
         """Return how many bytes states of rows and the KV cache may take, before `weights` bytes are loaded.
 
         Args:
-            utilization: the option `gpu_memory_utilization`.
+            utilization: the option `gpu_memory_utilization`. A CPU's limit is that of `room_for_cache`.
         """
         return cpu_cache_budget()
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from nanovllm.backends import find_backend, make_backend
+from nanovllm.backends import make_backend
 from nanovllm.config import ResolvedConfig
 from nanovllm.layers.embedding import LMHead, VocabParallelEmbedding
 from nanovllm.layers.linear import MatrixModule
@@ -35,13 +35,12 @@ UNKNOWN = -1
 Copy = Callable[[Tensor, Tensor], object]
 
 
-def rounds_inputs(config: ResolvedConfig) -> bool:
-    """Return `Backend.rounds_inputs` of the backend that `config` names."""
+def can_round_inputs(config: ResolvedConfig) -> bool:
+    """Return whether the backend that `config` names can multiply by rounded inputs."""
     try:
-        backend = find_backend(config.attention_backend, torch.device(config.device))
+        return make_backend(config.attention_backend, config.device).rounds_inputs
     except ImportError:  # an estimate for a GPU: its kernels, which do not round, need not be installed here
         return False
-    return backend is not None and backend.rounds_inputs
 
 
 class ModelQuantizer:
@@ -60,7 +59,7 @@ class ModelQuantizer:
                 f"lora is {quote(config.lora)}, and the checkpoint is quantised already: an adapter can be merged only "
                 'into a checkpoint of 16 or 32 bits; quantization="int8" quantises the merged weights'
             )
-        if format.rounds_inputs and not rounds_inputs(config):
+        if format.rounds_inputs and not can_round_inputs(config):
             raise ValueError(
                 f"quantization is {quote(format.name)}, for which there are kernels on a CPU only: on a GPU use "
                 'quantization="int8", or attention_backend="torch", which is slow'

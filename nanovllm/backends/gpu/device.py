@@ -67,9 +67,8 @@ class CudaBackend(Backend):
         free = torch.cuda.mem_get_info(self.device)[0] + torch.cuda.memory_reserved(self.device)
         return free - torch.cuda.memory_allocated(self.device)
 
-    @classmethod
-    def room_beside(cls, weights: int, device: torch.device, utilization: float) -> int:
-        free, total = torch.cuda.mem_get_info(device)
+    def room_beside(self, weights: int, utilization: float) -> int:
+        free, total = torch.cuda.mem_get_info(self.device)
         return min(free, int(total * utilization)) - weights
 
     def room_for_cache(self, runner: "ModelRunner", most: int) -> int:

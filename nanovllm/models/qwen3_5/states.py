@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from nanovllm.backends import find_backend
+from nanovllm.backends import make_backend
 from nanovllm.config import DEFAULT_NUM_SEQS, EngineConfig, ResolvedConfig
 from nanovllm.models.sizes import Sizes
 
@@ -53,10 +53,8 @@ def count_rows_that_fit(config: ResolvedConfig, weights: int, row_bytes: int, gp
     if gpu_memory is not None:
         room = int(gpu_memory * config.gpu_memory_utilization) - weights
     else:
-        device = torch.device(config.device)
-        backend = find_backend(config.attention_backend, device)
-        assert backend is not None, "the options were resolved for a backend that runs"
-        room = backend.room_beside(weights, device, config.gpu_memory_utilization)
+        backend = make_backend(config.attention_backend, config.device)
+        room = backend.room_beside(weights, config.gpu_memory_utilization)
     return fit_rows(room, row_bytes // config.num_devices)  # ranks on a CPU share its memory
 
 
