@@ -105,6 +105,6 @@ def test_every_kernel_names_a_reference_that_exists() -> None:
                 assert re.search(rf"^(def|class) {name}\b", (ROOT / "nanovllm" / place).read_text(), re.MULTILINE), name
                 found.add(name)
         has_kernels = re.search(r"^def _\w+_kernel\(|^EXPORT\w*\(", source, re.MULTILINE)
-        assert named or not has_kernels, path
+        assert named or not has_kernels, f"{path} names no reference of its kernels"
     kernels = set(re.findall(r"^EXPORT\((\w+)", (backends / "cpu" / "kernels.cpp").read_text(), re.MULTILINE))
     assert {f"{kernel}_reference" for kernel in kernels - {"linear", "add_rms_norm"}} <= found
