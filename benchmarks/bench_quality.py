@@ -2,6 +2,7 @@
 
     python benchmarks/bench_quality.py MODEL                        a folder or a Hugging Face id
     python benchmarks/bench_quality.py tiny-qwen3 --chats 300       the built-in model, on questions of its own kind
+    python benchmarks/bench_quality.py random                       a model of six layers with random weights
     python benchmarks/bench_quality.py MODEL --checkpoint FOLDER    also a checkpoint that is quantised already
 
 The reference is the unquantised model in float32. Each format scores the same tokens as the reference does, a window
@@ -92,7 +93,29 @@ class Tally(NamedTuple):
 
 def main(arguments: list[str] | None = None) -> None:
     args = parse_arguments(arguments)
-    folder = find_model(args.model).resolve()
+    with ExitStack() as stack:
+        if args.model == "random":
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "random"
+            write_random(folder)
+        else:
+            folder = find_model(args.model).resolve()
+        compare(folder, args)
+
+
+def write_random(folder: Path) -> None:
+    """Write a model of random weights for the built-in tokenizer. They are scaled as those of the tests' models."""
+    sys.path.insert(0, str(ROOT / "tests"))
+    source = find_model("tiny-qwen3")
+    sizes = {"vocab_size": json.loads((source / "config.json").read_text())["vocab_size"]}
+    sizes |= {"hidden_size": 256, "num_hidden_layers": 6, "intermediate_size": 768, "max_position_embeddings": 4096}
+    sizes |= {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}
+    importlib.import_module("helpers.tiny").save_random(folder, **sizes)
+    for path in (*source.glob("tokenizer*.json"), source / "generation_config.json"):
+        shutil.copy(path, folder)
+
+
+def compare(folder: Path, args: argparse.Namespace) -> None:
+    """Score all windows with the reference and with each format, and print the table."""
     formats = {name: FORMATS[name] for name in args.formats}
     sources = dict.fromkeys(formats, folder)
     for path in args.checkpoint:
@@ -125,7 +148,7 @@ def main(arguments: list[str] | None = None) -> None:
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("model", help="a folder, a Hugging Face id, or tiny-qwen3 for the built-in model")
+    add("model", help="a folder, a Hugging Face id, tiny-qwen3 for the built-in model, or random")
     add("--formats", nargs="+", choices=FORMATS, default=list(FORMATS), metavar="FORMAT", help="; ".join(FORMATS))
     add("--checkpoint", nargs="+", type=Path, default=[], metavar="FOLDER", help="quantised copies of the same model")
     add("--text", nargs="+", type=Path, default=[], metavar="FILE", help="files to score instead of the default text")

@@ -3,6 +3,7 @@
     python benchmarks/evidence/bench_pair.py --before CHECKOUT                       prompts, a batch, one sequence
     python benchmarks/evidence/bench_pair.py --before CHECKOUT --model tiny-qwen3 --dtype float32 --work 32x16x24
     python benchmarks/evidence/bench_pair.py --before CHECKOUT --model tiny-qwen3 --regex '[a-z ]{400}' --work 32x16x24
+    python benchmarks/evidence/bench_pair.py --before . --kv-cache-dtype int8        an option alone
 
 A machine that drifts drifts for both. Each round changes who comes first. For each work the table has the seconds and
 the processor time of one call of `generate`. With OMP_NUM_THREADS=1 the processor time hardly depends on what else
@@ -45,8 +46,11 @@ def answer_calls(args: argparse.Namespace) -> None:
         return time.perf_counter() - start, time.process_time() - start_processor
 
     is_shape = args.model != "tiny-qwen3" and not Path(args.model).is_dir()
-    options: dict[str, Any] = {"max_model_len": 512}
+    longest = max(sum(map(int, work.split("x")[1:])) for work in args.work)
+    options: dict[str, Any] = {"max_model_len": max(longest, 512)}
     options |= {"max_num_seqs": 64, "num_kvcache_blocks": 200, "enable_prefix_caching": False}
+    if args.child == "now":
+        options["kv_cache_dtype"] = args.kv_cache_dtype
     if args.quantization is not None:
         options["quantization"] = args.quantization
     with LLM(args.model, load_format="dummy" if is_shape else "auto", dtype=args.dtype, **options) as llm:
@@ -57,8 +61,8 @@ def answer_calls(args: argparse.Namespace) -> None:
             print(json.dumps([measure(work) for work in args.work]), flush=True)
 
 
-def start_child(root: Path) -> subprocess.Popen[str]:
-    command = [sys.executable, __file__, "--child", *sys.argv[1:]]
+def start_child(name: str, root: Path) -> subprocess.Popen[str]:
+    command = [sys.executable, __file__, "--child", name, *sys.argv[1:]]
     environment = os.environ | {"PYTHONPATH": str(root)}
     return subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
@@ -99,11 +103,13 @@ def main() -> None:
     add("--regex", help="outputs must match it, so every step has masks; let it be long, since they end where it does")
     add("--work", nargs="+", default=WORK, metavar="SEQSxPROMPTxTOKENS", help="sequences, prompt tokens, output tokens")
     add("--seconds", type=float, default=110, help="begin no further round after this time, counted from loading")
-    add("--child", action="store_true", help=argparse.SUPPRESS)
+    add("--kv-cache-dtype", default="auto", help="an option of LLM for this checkout; the other one has auto")
+    add("--child", choices=("before", "now"), help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.child:
+    if args.child is not None:
         return answer_calls(args)
-    children = {"before": start_child(args.before), "now": start_child(ROOT)}
+    roots = {"before": args.before, "now": ROOT}
+    children = {name: start_child(name, root) for name, root in roots.items()}
     found: dict[str, list[list[list[float]]]] = {name: [] for name in children}
     try:
         for child in children.values():
