@@ -79,7 +79,11 @@ def make_works(scale: float, seed: int) -> dict[str, Work]:
     for name, num_blocks in (("room for 16", 256), ("room for all", 1600)):
         options = room | {"max_num_seqs": 16, "num_kvcache_blocks": num_blocks}
         works[f"64 prefixes sorted, {name}"] = Work(sorted(prompts), lengths, options)
-        works[f"64 prefixes shuffled, {name}"] = Work(source.sample(prompts, count), lengths, options)
+        shuffled = source.sample(prompts, count)
+        works[f"64 prefixes shuffled, {name}"] = Work(shuffled, lengths, options)
+        works[f"64 prefixes shuffled, {name}, unknown"] = Work(shuffled, lengths, options, False)
+        alike = [50 * (prompt[0] % 4) + length for prompt, length in zip(shuffled, lengths, strict=True)]
+        works[f"64 prefixes that tell the length, {name}, unknown"] = Work(shuffled, alike, options, False)
     return works
 
 
@@ -153,11 +157,18 @@ def main() -> None:
         if not args.seconds:
             works = [make_works(args.scale, seed)[name] for seed in range(args.seeds)]
             sums = {}
+            steps = {}
             for order in ("given", "auto"):
                 counts = [count(work, order, args) for work in works]
+                steps[order] = [one["steps"] for one in counts]
                 sums[order] = {key: round(sum(one[key] for one in counts), 2) for key in counts[0]}
             ratios = (f"{key} {sums['auto'][key] / sums['given'][key]:.3f}" for key in ("steps", "tokens", "units"))
-            print(f"{name:36s} auto / given: {', '.join(ratios)}; given {sums['given']}", flush=True)
+            most = max(auto / given for auto, given in zip(steps["auto"], steps["given"], strict=True))
+            print(
+                f"{name:36s} auto / given: {', '.join(ratios)}; steps of the worst drawing {most:.3f}; "
+                f"given {sums['given']}",
+                flush=True,
+            )
             found[name] = sums
         elif not name.endswith("unknown"):
             work = make_works(args.scale, 0)[name]

@@ -62,16 +62,15 @@ class Candidate:
         return self.mean or self.max_tokens
 
     @property
-    def place(self) -> tuple[int, bool, tuple[float, ...], int]:
+    def place(self) -> tuple[int, bool, float, int]:
         """Sorts candidates: by group; the late ones by length, the longest first; then in the given order."""
-        guess = (-self.max_tokens, -self.mean, -len(self.prompt)) if self.is_late else ()
-        return self.group, self.is_late, guess, self.number
+        return self.group, self.is_late, -self.length if self.is_late else 0, self.number
 
     def describe(self) -> str:
         """Say why its turn came, for the trace."""
         if not self.is_late:
             return f"in turn{self.reason}"
-        guess = f"max_tokens {self.max_tokens}, {self.mean:.0f} on average, {len(self.prompt) // 4} in the prompt"
+        guess = f"{self.mean:.0f} tokens on average" if self.mean else f"max_tokens {self.max_tokens}"
         return f"longest first{self.reason}: {guess}"
 
 
@@ -80,13 +79,14 @@ def sort_candidates(candidates: list[Candidate], num_rows: int) -> list[Candidat
 
     Their outputs together are at most as long as the longest output for each row, so that one cannot begin too late.
     To sort all by length would be slower: short outputs would come together, and steps compute more prompts than they
-    can beside the outputs without taking longer.
+    can beside the outputs without taking longer. If nothing tells their lengths apart, none becomes late.
 
     Args:
         num_rows: how many run at a time; 0 if none is late, for example because more candidates will follow.
     """
     ordered = sorted(candidates, key=lambda one: (one.group, one.number))
-    most_work = num_rows * max(one.length for one in candidates)
+    lengths = {one.length for one in candidates}
+    most_work = num_rows * max(lengths) if len(lengths) > 1 else 0
     work = 0.0
     for one in reversed(ordered):
         work += one.length
@@ -253,10 +253,11 @@ class Admission:
 
     def _sort(self) -> None:
         candidates = self._sorted + self._new
+        means: dict[bytes, float] = {}
         if self._lengths[b""] and len({one.max_tokens for one in candidates}) == 1:
             means = {key: sum(lengths) / len(lengths) for key, lengths in self._lengths.items()}
-            for one in candidates:
-                one.mean = means.get(one.prompt[: 4 * self._config.block_size], means[b""])
+        for one in candidates:
+            one.mean = means.get(one.prompt[: 4 * self._config.block_size], means.get(b"", 0.0))
         by_key: dict[object, list[Candidate]] = {self._key: []}  # the adapter that is in use comes first
         for one in sorted(candidates, key=lambda one: one.number):
             by_key.setdefault(self._find_key(one.line[0]), []).append(one)
