@@ -42,6 +42,7 @@ MAX_BATCHES = 64
 def actors(
     replicas: int = 1,
     *,
+    data_parallel_size: int = 1,
     tensor_parallel_size: int = 1,
     pipeline_parallel_size: int = 1,
     on_gpu: bool = False,
@@ -50,20 +51,22 @@ def actors(
     """Return the arguments of `map_batches` that make a pool of engines.
 
     Args:
-        replicas: the number of engines, each in an actor of its own.
+        replicas: the number of actors.
+        data_parallel_size: the number of engines in each of them, as in `RayLLM(..., data_parallel_size=...)`. Those of
+            an actor are on one machine.
         tensor_parallel_size, pipeline_parallel_size: as in `EngineConfig`. Their product is the number of GPUs of each
             engine, or of its CPUs if on_gpu is False.
         num_batches: how many batches an actor works on at a time, at most 64. Together they should hold some more rows
             than max_num_seqs, so that there is always a next row to run.
     """
-    num_ranks = tensor_parallel_size * pipeline_parallel_size
+    num_ranks = data_parallel_size * tensor_parallel_size * pipeline_parallel_size
     if not on_gpu and ray.is_initialized():
         num_cpus = ray.cluster_resources().get("CPU", 0)
         needed = replicas * num_ranks + 1
         if num_cpus < needed:
             logger.warning(
-                f"the cluster has {num_cpus:g} CPUs; {replicas} engines and one for reading need {needed}, and Ray "
-                f"would wait for ever to read: use fewer replicas, or ray.init(num_cpus={needed})"
+                f"the cluster has {num_cpus:g} CPUs; {replicas} actors of {num_ranks} and one for reading need "
+                f"{needed}, and Ray would wait for ever to read: use fewer replicas, or ray.init(num_cpus={needed})"
             )
     num_batches = min(num_batches, MAX_BATCHES)
     pool = ActorPoolStrategy(
@@ -76,7 +79,7 @@ def actors(
 
 
 class RayLLM:
-    """One engine, for `ray.data.Dataset.map_batches`. An actor works on several batches at a time: see `actors`.
+    """An `LLM`, for `ray.data.Dataset.map_batches`. An actor works on several batches at a time: see `actors`.
 
     A row has `prompt` (a string or token ids) or `messages`. It may have `sampling_params`: an object of the fields in
     which it differs from the other rows. Its other columns stay as they are. The columns `generated_text`,

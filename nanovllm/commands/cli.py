@@ -70,7 +70,8 @@ def run() -> NoReturn:
     """
     is_child = ray_guard.enter_child()
     arguments = sys.argv[1:]
-    needs_guard = arguments[:1] == ["run-batch"] and "--ray" in arguments and not {"-h", "--help"} & {*arguments}
+    on_ray = any(argument.split("=")[0] == "--ray" for argument in arguments)
+    needs_guard = arguments[:1] == ["run-batch"] and on_ray and not {"-h", "--help"} & {*arguments}
     status = ray_guard.run_in_child(arguments) if needs_guard and not is_child else main()
     if is_child or status in (Status.INTERRUPTED, Status.TERMINATED):
         logging.shutdown()
@@ -149,8 +150,12 @@ def _add_run_batch(commands: Any) -> None:
     add("--data-parallel-size", "--replicas", type=int, default=1, metavar="N", help=_help("data_parallel_size"))
     add(
         "--ray",
-        action="store_true",
-        help="run on the Ray cluster at RAY_ADDRESS, or on one of this machine alone; needs ray[data]",
+        type=int,
+        nargs="?",
+        const=0,
+        metavar="ACTORS",
+        help="run on the Ray cluster at RAY_ADDRESS, or on one of this machine alone; needs ray[data]. So many actors "
+        "share the replicas; those of an actor are on one machine (default: an actor for each replica)",
     )
     group = parser.add_argument_group(
         "sampling", "Values for lines that do not say otherwise, as a line would have them: text, or else JSON."
@@ -176,13 +181,13 @@ def _run_batch(options: argparse.Namespace) -> int:
         accept_changes=options.accept_changes,
         sampling=given,
     )
-    if not options.ray:
+    if options.ray is None:
         return run_job(job)
     try:
         from nanovllm.jobs.cluster import run_on_ray
     except ImportError as error:
         raise ValueError(f"--ray needs Ray Data: pip install 'ray[data]' ({error})") from error
-    return run_on_ray(job)
+    return run_on_ray(job, options.ray)
 
 
 def _add_bench(commands: Any) -> None:

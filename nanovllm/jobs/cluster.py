@@ -13,6 +13,7 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from math import ceil
 from typing import Any, NamedTuple
@@ -31,36 +32,44 @@ from nanovllm.jobs.run import OpenJob, answer_lines, load_llm, supervise
 from nanovllm.jobs.source import InputDigest, Line, Reading, Source
 from nanovllm.ray import MAX_BATCHES, actors
 from nanovllm.uses.sharing import EngineThread
+from nanovllm.utils.checks import refuse
 
 
-def run_on_ray(job: Job) -> Status:
+def run_on_ray(job: Job, num_actors: int = 0) -> Status:
     """Run a job on a cluster, or resume it. The results are those of `run_job`, and either may resume the other's job.
 
     The cluster is that at RAY_ADDRESS, or else one of this machine alone, made for this job. It gets data_parallel_size
     engines.
+
+    Args:
+        num_actors: how many actors share the engines. Those of an actor are the replicas of one `LLM`, on one machine.
+            0 means that each engine has an actor.
     """
-    return supervise(job, _answer)
+    return supervise(job, partial(_answer, num_actors=num_actors or job.config.data_parallel_size))
 
 
-def _answer(work: OpenJob) -> None:
+def _answer(work: OpenJob, num_actors: int) -> None:
     config = work.job.config
-    replicas = config.data_parallel_size
+    if num_actors < 1 or config.data_parallel_size % num_actors:
+        raise refuse(num_actors, "ray", f"a divisor of replicas, which is {config.data_parallel_size}")
+    config = replace(config, data_parallel_size=config.data_parallel_size // num_actors)
     if work.first_reading is None or work.num_left is None:
         raise ValueError("with --ray the input must be a file or a folder: a pipe cannot be read twice")
     if config.trace is not None:
         raise ValueError("trace is a file of one engine: leave it out with --ray")
     size = lines_per_part(work.num_left)
-    num_seqs = config.max_num_seqs or DEFAULT_NUM_SEQS
-    with _cluster(config, replicas) as on_gpu, work.counts.show(lambda: vars(work.counts)):
+    num_seqs = (config.max_num_seqs or DEFAULT_NUM_SEQS) * config.data_parallel_size
+    with _cluster(config, num_actors) as on_gpu, work.counts.show(lambda: vars(work.counts)):
         pool = actors(
-            replicas,
+            num_actors,
+            data_parallel_size=config.data_parallel_size,
             tensor_parallel_size=config.tensor_parallel_size,
             pipeline_parallel_size=config.pipeline_parallel_size,
             on_gpu=on_gpu,
-            num_batches=parts_in_flight(size, ceil(work.num_left / size), replicas, num_seqs),
+            num_batches=parts_in_flight(size, ceil(work.num_left / size), num_actors, num_seqs),
         )
         digest = None
-        for results, engine, end in _answer_parts(work, work.first_reading.numbers, size, pool):
+        for results, engine, end in _answer_parts(work, config, work.first_reading.numbers, size, pool):
             work.manifest.check_engine(engine)
             for result in results:
                 work.write(result)
@@ -78,10 +87,10 @@ def lines_per_part(num_lines: int) -> int:
     return min(1000, max(16, num_lines // 1000))
 
 
-def parts_in_flight(size: int, num_parts: int, replicas: int, max_num_seqs: int) -> int:
-    """Return how many parts an engine works on at a time: enough to fill two steps, and no more than its share."""
-    wanted = max(2, 2 * max_num_seqs // size + 1)
-    return min(wanted, ceil(num_parts / replicas), MAX_BATCHES)
+def parts_in_flight(size: int, num_parts: int, num_actors: int, num_rows: int) -> int:
+    """Return how many parts an actor works on at a time: enough to fill two steps, and no more than its share."""
+    wanted = max(2, 2 * num_rows // size + 1)
+    return min(wanted, ceil(num_parts / num_actors), MAX_BATCHES)
 
 
 class Part(NamedTuple):
@@ -124,7 +133,7 @@ def read_parts(source: Source, size: int, done: Container[int], known: Container
 
 
 class PartAnswerer:
-    """One engine in an actor. `map_batches` calls it with tables of one part each."""
+    """An `LLM` in an actor. `map_batches` calls it with tables of one part each."""
 
     def __init__(self, config: EngineConfig, model_name: str, defaults: Mapping[str, Any]) -> None:
         self._llm = load_llm(config)
@@ -152,17 +161,19 @@ def _unpack(table: pyarrow.Table) -> Any:
     return pickle.loads(table["part"][0].as_py())
 
 
-def _answer_parts(work: OpenJob, known: Container[int], size: int, pool: Mapping[str, Any]) -> Iterator[AnsweredPart]:
+def _answer_parts(
+    work: OpenJob, config: EngineConfig, known: Container[int], size: int, pool: Mapping[str, Any]
+) -> Iterator[AnsweredPart]:
     """Yield the results of each part, in the order in which the parts end."""
     job = work.job
     source = work.source
     done = deepcopy(work.done)
     # An engine's process may have another working directory.
-    folders = {"model": job.config.model, "lora": job.config.lora}
+    folders = {"model": config.model, "lora": config.lora}
     here: dict[str, Any] = {
         name: os.path.abspath(path) for name, path in folders.items() if path is not None and os.path.isdir(path)
     }
-    config = replace(job.config, data_parallel_size=1, **here)
+    config = replace(config, **here)
 
     def read(_: pyarrow.Table) -> Iterator[pyarrow.Table]:
         for part in read_parts(source, size, done, known):
@@ -192,19 +203,22 @@ def _answer_parts(work: OpenJob, known: Container[int], size: int, pool: Mapping
 
 
 @contextmanager
-def _cluster(config: EngineConfig, replicas: int) -> Iterator[bool]:
+def _cluster(config: EngineConfig, num_actors: int) -> Iterator[bool]:
     """Connect to a cluster, or make one of this machine alone. Yields whether the engines run on GPUs.
 
+    Args:
+        config: that of an actor.
+
     Raises:
-        ValueError: the cluster does not answer, or the engines do not fit into it.
+        ValueError: the cluster does not answer, or the actors do not fit into it.
     """
-    ranks = config.num_ranks
+    ranks = config.num_ranks * config.data_parallel_size
     is_ours = not ray.is_initialized()
     if is_ours:
         address = os.environ.get("RAY_ADDRESS") or "local"
         # A new cluster gets as many CPUs as the engines need, even if the machine has fewer: sharing a CPU is slow, but
         # Ray would wait for ever for one that is not there.
-        num_cpus = {"num_cpus": max(os.cpu_count() or 1, replicas * ranks + 1)} if address == "local" else {}
+        num_cpus = {"num_cpus": max(os.cpu_count() or 1, num_actors * ranks + 1)} if address == "local" else {}
         # Ray logs a spurious error for every actor that may be restarted. This hides it.
         os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
         try:
@@ -214,26 +228,30 @@ def _cluster(config: EngineConfig, replicas: int) -> Iterator[bool]:
     try:
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         on_gpu = config.device != "cpu" and (config.device != "auto" or any(node.get("GPU") for node in nodes))
-        check_room(nodes, "GPU" if on_gpu else "CPU", replicas, ranks)
+        check_room(nodes, "GPU" if on_gpu else "CPU", num_actors, ranks, config.data_parallel_size)
         yield on_gpu
     finally:
         if is_ours:
             ray.shutdown()
 
 
-def check_room(nodes: Sequence[Mapping[str, float]], kind: str, replicas: int, per_engine: int) -> None:
-    """Raise a ValueError if the engines do not fit into the cluster. Ray itself would wait for ever.
+def check_room(
+    nodes: Sequence[Mapping[str, float]], kind: str, num_actors: int, per_actor: int, num_engines: int = 1
+) -> None:
+    """Raise a ValueError if the actors do not fit into the cluster. Ray itself would wait for ever.
 
     Args:
         nodes: the resources of each machine.
         kind: "CPU" or "GPU".
-        per_engine: how many of that kind each engine takes, all on one machine.
+        per_actor: how many of that kind each actor takes, all on one machine.
+        num_engines: how many engines an actor has.
     """
-    room = sum(int(node.get(kind, 0)) // per_engine for node in nodes)
-    if room < replicas:
+    room = sum(int(node.get(kind, 0)) // per_actor for node in nodes)
+    if room < num_actors:
         have = " + ".join(f"{node.get(kind, 0):g}" for node in nodes)
+        most = max(room, 1)
         raise ValueError(
-            f"the cluster has {have} {kind}s; {replicas} engines of {per_engine} {kind}s need {replicas * per_engine}, "
-            f"and Ray would wait for them for ever: use --replicas {max(room, 1)}, or start Ray with "
-            f"--num-{kind.lower()}s"
+            f"the cluster has {have} {kind}s; {num_actors} actors of {per_actor} {kind}s need "
+            f"{num_actors * per_actor}, and Ray would wait for them for ever: use --ray {most} --replicas "
+            f"{most * num_engines}, or start Ray with --num-{kind.lower()}s"
         )

@@ -180,10 +180,12 @@ def test_parts_are_small_and_engines_hold_enough_of_them_but_no_more_than_their_
 
 def test_engines_that_do_not_fit_are_refused_with_what_to_change() -> None:
     check_room([{"CPU": 1}, {"CPU": 1.5}], "CPU", 2, 1)
-    with pytest.raises(ValueError, match=r"has 2 CPUs; 3 engines of 1 CPUs need 3.*--replicas 2.*--num-cpus"):
+    with pytest.raises(ValueError, match=r"has 2 CPUs; 3 actors of 1 CPUs need 3.*--replicas 2.*--num-cpus"):
         check_room([{"CPU": 2}], "CPU", 3, 1)
-    with pytest.raises(ValueError, match=r"has 1 \+ 1 \+ 0 GPUs; 1 engines of 2 GPUs need 2"):
+    with pytest.raises(ValueError, match=r"has 1 \+ 1 \+ 0 GPUs; 1 actors of 2 GPUs need 2"):
         check_room([{"GPU": 1}, {"GPU": 1}, {}], "GPU", 1, 2)
+    with pytest.raises(ValueError, match=r"has 9 \+ 4 GPUs; 4 actors of 4 GPUs need 16.*--ray 3 --replicas 6,"):
+        check_room([{"GPU": 9}, {"GPU": 4}], "GPU", 4, 4, 2)
 
 
 def test_wrong_commands_say_what_to_do(
@@ -193,6 +195,8 @@ def test_wrong_commands_say_what_to_do(
     command = ["run-batch", "-i", source, "-o", str(tmp_path / "out"), "--model", "m"]
     assert main([*command, "--ray", "--replicas", "0"]) == Status.USAGE
     assert "at least 1" in capsys.readouterr().err
+    assert main([*command, "--ray", "2", "--replicas", "3"]) == Status.USAGE
+    assert "ray is 2; it must be a divisor of replicas, which is 3" in capsys.readouterr().err
     assert main([*command, "--ray", "--trace", "t.json"]) == Status.USAGE
     assert "one engine" in capsys.readouterr().err
     assert main(["run-batch", "-i", "/dev/null", *command[3:], "--ray"]) == Status.USAGE
@@ -306,12 +310,12 @@ def read_answers(path: Path) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("replicas", "stages"), [(2, 1), (1, 2)])
+@pytest.mark.parametrize(("replicas", "num_actors", "stages"), [(2, 0, 1), (2, 1, 1), (1, 1, 2)])
 def test_a_cluster_answers_as_one_process_does(
-    replicas: int, stages: int, cluster: str, source: Path, expected: dict[str, Any], tmp_path: Path
+    replicas: int, num_actors: int, stages: int, cluster: str, source: Path, expected: dict[str, Any], tmp_path: Path
 ) -> None:
     job = make_job(source, tmp_path / "out", pipeline_parallel_size=stages, data_parallel_size=replicas)
-    assert run_on_ray(job) == Status.LINES_FAILED
+    assert run_on_ray(job, num_actors) == Status.LINES_FAILED
     assert read_answers(tmp_path / "out") == expected and len(expected) == NUM_LINES
     assert [a["error"]["line"] for a in expected.values() if a["error"] and a["error"]["code"] == "duplicate_id"] == [
         101
@@ -337,6 +341,31 @@ def test_anybodys_pipeline_may_use_the_engine_and_its_batches_overlap(cluster: s
     assert {row["prompt"]: row["generated_text"][:2] for row in outputs}["a"] == "bc"
     assert len(outputs) == 8 and not any(row["error"] for row in outputs)
     assert max(row["num_steps"] for row in outputs) < 600, "four batches, one after another, take 800"
+
+
+@pytest.mark.slow
+def test_an_actor_holds_several_replicas_that_end_with_it(cluster: str, reciter: Path) -> None:
+    class Telling(RayLLM):
+        def generate(self, batch: Any) -> dict[str, Any]:
+            pids = [replica.process.pid for replica in self._llm.engine.runner.replicas]
+            threads = [replica.start.variables["OMP_NUM_THREADS"] for replica in self._llm.engine.runner.replicas]
+            return {**super().generate(batch), "pids": [pids] * len(batch["prompt"]), "threads": [threads] * 8}
+
+    rows = ray.data.from_items([{"prompt": letter} for letter in "abcdefgh"], override_num_blocks=1)
+    pool = actors(data_parallel_size=2)
+    assert pool["num_cpus"] == 2
+    outputs = rows.map_batches(
+        Telling,
+        fn_constructor_args=(str(reciter), GREEDY),
+        fn_constructor_kwargs={**OPTIONS, "data_parallel_size": 2},
+        batch_size=8,
+        **pool | {"num_cpus": 1},  # `from_items` needs a CPU, too
+    ).take_all()
+    assert {row["prompt"]: row["generated_text"][:2] for row in outputs}["a"] == "bc"
+    assert len(outputs) == 8 and not any(row["error"] for row in outputs)
+    pids = list(outputs[0]["pids"])
+    assert len(pids) == 2 and list(outputs[0]["threads"]) == ["1", "1"]
+    wait_for(lambda: not any(map(is_alive, pids)))
 
 
 @pytest.mark.slow
@@ -368,7 +397,7 @@ def test_a_pool_that_leaves_no_cpu_for_reading_is_warned_of(cluster: str, caplog
     assert not find_warnings()
     actors(replicas=2)
     (warning,) = find_warnings()
-    assert "has 2 CPUs; 2 engines and one for reading need 3" in warning
+    assert "has 2 CPUs; 2 actors of 1 and one for reading need 3" in warning
     assert actors(pipeline_parallel_size=2)["num_cpus"] == 2
 
 

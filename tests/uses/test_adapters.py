@@ -15,7 +15,7 @@ from helpers.adapters import LINEAR, save_adapter
 from helpers.hybrids import save_hub_form
 from helpers.tiny import BLOCK, draw_prompts, edit_json, save_random, save_reciter
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2ForCausalLM, Qwen3MoeForCausalLM
 
 from nanovllm import LLM, LoRARequest, Output, SamplingParams
 from nanovllm.runner.renewal import Renewal, WeightLoad
@@ -125,6 +125,41 @@ def test_families(kind: str, tmp_path: Path) -> None:
         model = save_random(tmp_path / "model", model_class=Qwen2ForCausalLM, tie_word_embeddings=False)
         case = save_case(tmp_path, model, [*LINEAR, "lm_head"])
     check_mix(case)
+
+
+@pytest.mark.parametrize("options", [{}, {"quantization": "int8"}], ids=["plainly", "int8"])
+def test_experts_and_the_router_have_adapters(options: dict[str, Any], tmp_path: Path) -> None:
+    """As PEFT wrote them when each expert was a module of its own: two matrices for each matrix of an expert."""
+    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    model = save_random(tmp_path / "model", model_class=Qwen3MoeForCausalLM, **sizes)
+    case = save_case(tmp_path, model, ["q_proj", "o_proj"])
+    shapes = {name: value.shape for name, value in load_file(case.model / "model.safetensors").items()}
+    for adapter, kinds in zip(case.adapters, ((".experts.", ".gate."), (".experts.1.down_proj.",)), strict=True):
+        tensors = load_file(adapter / "adapter_model.safetensors")
+        rank = min(next(iter(tensors.values())).shape)
+        changed = [name for name in shapes if ".mlp." in name and any(kind in name for kind in kinds)]
+        assert len(changed) == (26 if len(kinds) == 2 else 2)
+        for name in changed:
+            rows, columns = shapes[name]
+            path = f"base_model.model.{name.removesuffix('.weight')}"
+            tensors[f"{path}.lora_A.weight"] = torch.randn(rank, columns) / 4
+            tensors[f"{path}.lora_B.weight"] = torch.randn(rows, rank) / 8
+        save_file(tensors, adapter / "adapter_model.safetensors")
+    check_mix(case, **options)
+
+
+def test_a_draft_model_guesses_for_every_adapter_and_stays_as_it_is(case: Case, tmp_path: Path) -> None:
+    save_random(tmp_path / "draft", seed=1, num_hidden_layers=1)
+    drafts = {"model": str(tmp_path / "draft"), "num_speculative_tokens": 2}
+    check_mix(case, speculative_config=drafts)
+    greedy = replace(PARAMS, temperature=0)
+    expected = run_fresh(case, 0, greedy)
+    with LLM(case.model, **OPTIONS, speculative_config=drafts | {"model": str(case.model)}) as llm:
+        run(llm, case.requests[1], greedy)
+        assert all(map(are_equal, run(llm, case.requests[0], greedy), expected))
+        run(llm, None, greedy)
+        stats = llm.stats()
+    assert 0 < stats["num_accepted_tokens"] < stats["num_draft_tokens"]
 
 
 def test_grammars_and_conversations(tmp_path: Path) -> None:
