@@ -1,6 +1,6 @@
 """The program of a replica: an engine in a process of its own. replicas.py starts it with the descriptor of a socket.
 
-It receives a `Start`, and then messages: a list of requests, ABORT to end all requests, None to end the process.
+It receives a `Start`, and then messages: a request, ABORT to end all requests, None to end the process.
 It sends dicts, with new values of the attributes of `Replica`:
 
     {"config": ResolvedConfig, "stats": ...}            once, when the engine is loaded
@@ -107,9 +107,9 @@ def serve(engine: Any, connection: Connection, inbox: "SimpleQueue[Any]") -> Non
                 engine.abort_all()
                 connection.send({"is_aborting": False, "stats": engine.stats()})
                 continue
-            for number, token_ids, params, seed, text in message:
-                request = engine.prepare(token_ids, replace(params, seed=seed), text)
-                engine.add(replace(request, numbers=(0, number)))  # the first number would only make a seed
+            number, token_ids, params, seed, text = message
+            request = engine.prepare(token_ids, replace(params, seed=seed), text)
+            engine.add(replace(request, numbers=(0, number)))  # the first number would only make a seed
         ended = [(seq.seq_id, engine.make_output(seq)) for seq in engine.step()]
         if ended or time.monotonic() > sent_at + INTERVAL:
             connection.send({"ended": ended, "stats": engine.stats()})

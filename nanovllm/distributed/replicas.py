@@ -37,7 +37,6 @@ from nanovllm.config import EngineConfig, ResolvedConfig
 from nanovllm.distributed.follower_group import PATIENCE
 from nanovllm.distributed.follower_process import describe_end, start_process
 from nanovllm.distributed.replica import ABORT, Start
-from nanovllm.engine.claim import Claim
 from nanovllm.engine.interfaces import StepObserver
 from nanovllm.engine.llm_engine import OPEN_RUN, LLMEngine, ModelFacts
 from nanovllm.engine.sequence import Sequence
@@ -149,11 +148,6 @@ class Replica:
         with suppress(OSError):  # it has ended, which `ReplicaGroup.receive` will tell
             self.connection.send(message)
 
-    @property
-    def room(self) -> int:
-        """The rows that it should have: all, and some more that wait, so that it has requests when others end."""
-        return 0 if self.config is None else self.config.max_num_seqs * 5 // 4
-
 
 class ReplicaGroup:
     """The processes of all replicas. It is the runner of a `ReplicatedEngine`, which closes it."""
@@ -214,24 +208,19 @@ def _end_replicas(replicas: list[Replica], pid: int) -> None:
         replica.connection.close()
     deadline = time.monotonic() + PATIENCE
     for replica in replicas:
-        try:
+        with suppress(TimeoutExpired):
             replica.process.wait(max(deadline - time.monotonic(), 0))
-        except TimeoutExpired:
-            replica.process.kill()
-            replica.process.wait()
+        replica.process.kill()
+        replica.process.wait()
 
 
 # ---- the engine
 
 
-class RunClaim(Claim):
-    """A claim for runs alone."""
-
-    def held_by(self, activity: str, advice: str = "", but_for: tuple[str, ...] = ()) -> Any:
-        """Claim the engine; see `Claim.held_by`. ValueError if several replicas cannot have the activity."""
-        if activity not in RUNS:
-            raise ValueError(f"{activity} is for one engine, and data_parallel_size is above 1: leave that out")
-        return super().held_by(activity, advice, but_for)
+def check_activity(activity: str) -> None:
+    """Raise a ValueError if several replicas cannot have an activity."""
+    if activity not in RUNS:
+        raise ValueError(f"{activity} is for one engine, and data_parallel_size is above 1: leave that out")
 
 
 class ReplicatedEngine(LLMEngine):
@@ -246,7 +235,7 @@ class ReplicatedEngine(LLMEngine):
     def __init__(self, *parts: Any, **options: Any) -> None:
         """See `LLMEngine`."""
         super().__init__(*parts, **options)
-        self.claim = RunClaim(self._free)
+        self.claim.on_begin = check_activity
         self._outputs: dict[Sequence, Output] = {}
         """The outputs that have arrived and that nobody has asked for yet, by the lead of the request."""
         self._deaths: Counter[Sequence] = Counter()
@@ -279,22 +268,19 @@ class ReplicatedEngine(LLMEngine):
         """Give waiting requests to the replicas that have room, each to the one that has least work."""
         waiting = self.scheduler.waiting
         loaded = [replica for replica in self.runner.replicas if replica.config is not None]
-        dealt: dict[Replica, list[Any]] = {replica: [] for replica in loaded}
+        room = self.config.max_num_seqs * 5 // 4  # some wait there, so that it has requests when others end
         while waiting and loaded:
             seq = waiting[0]
             if seq.lead is None:  # the other completions go with the first one
                 replica = min(loaded, key=attrgetter("load"))
                 # A request that has seen two replicas end fills the third one.
-                num_rows = replica.room if self._deaths[seq] == MOST_MOVES else seq.params.n
-                if replica.load > 0 and replica.load + num_rows > replica.room:
+                num_rows = room if self._deaths[seq] == MOST_MOVES else seq.params.n
+                if replica.load > 0 and replica.load + num_rows > room:
                     break
                 replica.sequences[seq.seq_id] = seq
                 replica.load += num_rows
-                dealt[replica].append((seq.seq_id, seq.prompt_token_ids, seq.params, seq.seed, seq.prompt))
+                replica.send((seq.seq_id, seq.prompt_token_ids, seq.params, seq.seed, seq.prompt))
             waiting.popleft()
-        for replica, requests in dealt.items():
-            if requests:
-                replica.send(requests)
 
     def _receive(self) -> list[Sequence]:
         """Wait for messages for a moment, and return the leads of the requests that have ended."""
@@ -359,7 +345,7 @@ class ReplicatedEngine(LLMEngine):
 
     def observe(self, observer: StepObserver) -> None:
         """Raise a ValueError: the steps are those of other processes."""
-        self.claim.held_by("observe()")
+        check_activity("observe()")
 
     def stats(self) -> dict[str, int]:
         """Return the sums of the replicas' counts, as they were at their newest messages."""
