@@ -148,8 +148,8 @@ class LLM:
         elif isinstance(requests, list) and len(requests) > 1 and self.engine.config.order == "auto":
             from nanovllm.uses.admission import put_in_order
 
-            # Requests with a common prefix run together if the cache cannot hold all prefixes. Of the last requests in
-            # the list, those with the largest max_tokens come first. Otherwise a long output might still run alone when
+            # Requests with a common prefix run together if the cache cannot hold all prefixes. The last requests of the
+            # list are sorted: the largest max_tokens comes first. Otherwise a long output might still run alone when
             # all others have ended. Each request keeps its seed.
             requests, note_end = put_in_order(self.engine, requests)
         with (

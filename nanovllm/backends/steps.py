@@ -7,7 +7,7 @@ from nanovllm.engine.plan import StepPlan
 from nanovllm.utils.clock import Clock
 
 T = TypeVar("T")
-StepPart = Literal["model", "sampler"]
+StepPart = Literal["layers", "head"]
 """The two parts of a step: the model's layers; then LM head and sampler."""
 
 
@@ -25,17 +25,17 @@ class Steps:
     most_seqs = 0
 
     def pad(self, plan: StepPlan) -> StepPlan:
-        """Return a plan of decodes, filled up to a size that can be replayed. Here nothing is replayed."""
+        """Return the plan, filled up to a size that can be replayed. Here nothing is replayed, so the plan stays."""
         return plan
 
     def run(self, part: StepPart, size: int, work: Callable[[], T]) -> T:
         """Run a part of a step of `size` sequences, and return its results.
 
         Args:
-            work: computes the part, and returns its results. Each step has its own `work` function. All these
-                functions of one part and one size read the same addresses: the staging buffer, the tables of
-                `DeviceRows`, the caches and the weights. The functions of the sampler also read the results of the
-                model part. So one recording can stand for all functions of a part and a size.
+            work: computes the part, and returns its results. Each step has its own `work` function. All the
+                functions for one part and one size read the same addresses: the staging buffer, the tables of
+                `DeviceRows`, the caches and the weights. The functions of the head also read the results of the
+                layers. So one recording can stand for all functions of a part and a size.
                 `RecordedSteps` records the first `work` of a size. `CudaGraphs` records earlier, without any `work`: it
                 calls `ModelRunner.forward` and `sample_decodes`, which compute the same.
         """

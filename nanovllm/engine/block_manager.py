@@ -40,9 +40,9 @@ class BlockManager:
     `_findable[digest]` is the one block that can be found by that digest. `_content[block]` is this block's digest, its
     parent's digest and its token ids; None for a block that cannot be found. A hit must agree on all three. So two
     blocks with equal digests are not taken for each other. (One case is left. A block knows the tokens before it only
-    by its parent's digest. If the parent was evicted, and a block with other tokens and the same digest of 128 bits
-    took its place, the later block would be found wrongly.) Both entries, in `_findable` and in `_content`, are removed
-    when the block is given out again or forgotten.
+    by its parent's digest. Suppose that the parent was evicted, and that a block with other tokens and the same digest
+    of 128 bits took the parent's place. Then the block would be found after wrong tokens.) Both entries, in `_findable`
+    and in `_content`, are removed when the block is given out again or forgotten.
     """
 
     _digest = staticmethod(prefix_digest)
@@ -53,9 +53,9 @@ class BlockManager:
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.root = b""
-        """The hash of the LoRA adapter that is merged into the weights now; b"" without an adapter. Every digest begins
-        with it, so a sequence finds only blocks that were computed with the same adapter. All sequences must have ended
-        when this changes."""
+        """The hash of the LoRA adapter that is merged into the weights now; b"" without an adapter. It is the parent of
+        every first block, so every digest depends on it: a sequence finds only blocks that were computed with the same
+        adapter. All sequences must have ended when this changes."""
         self._references = [0] * num_blocks
         self._blank = list(range(num_blocks - 1, -1, -1))
         self._evictable: OrderedDict[int, None] = OrderedDict()

@@ -302,7 +302,8 @@ class LLMEngine:
                     return finished
             if not self._in_flight:
                 raise RuntimeError(f"nothing can run: {self.stats()}, waiting: {list(self.scheduler.waiting)[:3]}")
-            return finished + self._read_oldest()
+            self._read_oldest(finished)
+            return finished
         except BaseException as error:
             self._recover()
             if not finished or not isinstance(error, Exception):
@@ -332,22 +333,26 @@ class LLMEngine:
         if error is not None:
             raise error
 
-    def _read_oldest(self) -> list[Sequence]:
-        """Read the oldest step in flight and append its tokens. Return the lead of each request that ended."""
+    def _read_oldest(self, finished: list[Sequence]) -> None:
+        """Read the oldest step in flight, and append its tokens.
+
+        Args:
+            finished: gets the lead of each request that ended.
+        """
         number, step, clock, result = self._await_oldest()
         self.last_read = step
-        finished = self.scheduler.update(step, result)
-        for seq in finished:
+        ended = self.scheduler.update(step, result)
+        for seq in ended:
             if seq.finish_reason == "error":
                 num_output = len(seq.output_token_ids)
                 place = f"sequence {seq.seq_id}, step {number}, after {num_output} tokens of output"
                 seq.error = f"{place}: {seq.explain_error()}"
-        clock.span("update")
-        for observer in self.observers:
-            observer.finished(number, step, clock, result)
         # A request ends when all its completions have ended. The dict is a set that keeps the order of its elements.
-        leads = dict.fromkeys(seq.lead or seq for seq in finished)
-        return [lead for lead in leads if all(seq.finish_reason for seq in (lead, *lead.others))]
+        leads = dict.fromkeys(seq.lead or seq for seq in ended)
+        finished += [lead for lead in leads if all(seq.finish_reason for seq in (lead, *lead.others))]
+        clock.span("update")
+        for observer in self.observers:  # one may raise an error, and `finished` is whole by then
+            observer.finished(number, step, clock, result)
 
     def _read_all(self, clock: Clock, finished: list[Sequence]) -> None:
         """Read all steps in flight while another step is being launched.
@@ -358,7 +363,7 @@ class LLMEngine:
         """
         clock.span("launch")
         while self._in_flight:
-            finished += self._read_oldest()
+            self._read_oldest(finished)
         clock.resume()
 
     def _await_oldest(self) -> tuple[int, ScheduledStep, Clock, StepResult]:

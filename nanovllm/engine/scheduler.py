@@ -39,8 +39,8 @@ class Scheduler:
     A prompt that does not fit into the budget is computed in chunks, over several steps. Only the sequence that was
     admitted last can be in this state. The reason: a sequence is admitted only by a step that computes all remaining
     tokens of the earlier sequences. After this step each earlier sequence needs at most one token per step. The
-    budget has room for these tokens: in the step that admitted the newest sequence it had room for one token of each
-    sequence. (In a pipeline, which sets `choose_running`, other prompts may be computed in chunks, too.)
+    budget has room for all these tokens, because the step that admitted the newest sequence gave at least one token to
+    every sequence. (In a pipeline, which sets `choose_running`, other prompts may be computed in chunks, too.)
 
     A step that preempts a sequence admits no sequence: the first in the queue is the preempted sequence, which has just
     lost its blocks to others. The step verifies no drafts either, because drafts take blocks, too.
@@ -151,8 +151,8 @@ class Scheduler:
     def _admit(self, rows: Rows, ends: IntArray) -> tuple[Rows, IntArray, list[Sequence]]:
         """Admit waiting sequences, in order, until rows, blocks or the budget run out.
 
-        An admitted sequence takes at once the blocks for all tokens that it has now, but for at most `num_needed`, even
-        if this step computes only some of them.
+        An admitted sequence takes at once the blocks for all its tokens, though never for more than `num_needed`. It
+        does so even if this step computes only some of the tokens.
 
         Args:
             rows: the running rows that compute tokens in this step.
@@ -295,7 +295,7 @@ class Scheduler:
         if len(result.token_ids) == len(seqs) and step.num_releases == table.num_releases:
             receivers = seqs  # each sequence gets one token: token i is for seqs[i]
             may_end = table.add_known(step.rows, 1) | self.may_stop[result.token_ids]
-        else:  # the step verified drafts, or a row was freed since it was planned: one of this step, or another one
+        else:  # the step verified drafts, or some row was freed since the step was planned
             rows, num_new = self._find_receivers(step, result.token_ids)
             owners, result = step.keep(result, num_new)
             receivers = [seqs[i] for i in owners.tolist()]

@@ -129,8 +129,8 @@ class Sequence:
         that is only scored takes part in one step."""
         scores_from = self.num_prompt_tokens if params.prompt_logprobs is None else max(params.prompt_logprob_start, 1)
         self.next_scored = scores_from
-        """Index of the first prompt token whose score is wanted and that no planned step scores. The value is
-        num_prompt_tokens if no prompt token is left to score."""
+        """Index of the first prompt token whose score is wanted and is not planned yet. It is num_prompt_tokens if no
+        prompt token is left to score."""
         self.prompt_logprobs: list[dict[int, Logprob] | None] = [None] * scores_from
         """{token id: log-probability} per prompt token whose score was read. Tokens that are not scored have None."""
         self.embedding: NDArray[np.float32] | None = None

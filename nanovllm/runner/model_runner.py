@@ -133,7 +133,7 @@ class ModelRunner:
         """
         # A recorded step must not depend on the numbers of one plan, so it gets no plan.
         planned = split_packed(packed, plan.num_seqs, plan.num_tokens, plan if steps is EAGER else None)
-        inputs, hidden = steps.run("model", plan.num_seqs, partial(self.forward, planned))
+        inputs, hidden = steps.run("layers", plan.num_seqs, partial(self.forward, planned))
         rows, sample_indices, positions = choose_samples(plan, inputs, self.backend)
         asked = self.device_rows.sampling_cpu[plan.rows]
         targets = packed[len(packed) - len(plan.targets) :]
@@ -164,7 +164,7 @@ class ModelRunner:
         counts = head.asked["num_logprobs"]
         if not head.asked["is_edited"].any() and counts.max() < 0:
             token_ids = steps.run(
-                "sampler", plan.num_seqs, partial(self.sample_hidden, hidden, head.rows, head.positions, head.sampling)
+                "head", plan.num_seqs, partial(self.sample_hidden, hidden, head.rows, head.positions, head.sampling)
             )
             return DeviceResult(token_ids, targets=targets)
         logits = self.model.compute_logits(hidden)

@@ -273,12 +273,12 @@ def test_a_step_of_graphs_leaves_its_sampler_out_only_where_logits_are_edited(
         llm.engine.depth = depth
         graphs = runner.steps = StandInGraphs(runner)
         assert tokens(llm, params, prompts) == alone
-        between = graphs.parts_run["sampler"]
+        between = graphs.parts_run["head"]
         plain = SamplingParams(0, 10, ignore_eos=True)
         tokens(llm, plain)
-        assert graphs.parts_run["sampler"] - between >= 9
+        assert graphs.parts_run["head"] - between >= 9
         tokens(llm, [*[plain] * 3, replace(plain, presence_penalty=1.0)])
-        assert graphs.parts_run["sampler"] - between < 15
+        assert graphs.parts_run["head"] - between < 15
         runner.steps = EAGER
 
 

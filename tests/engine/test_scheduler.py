@@ -4,6 +4,7 @@ import inspect
 import random
 import re
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -125,7 +126,12 @@ def test_what_a_step_ended_is_returned_even_if_its_launch_then_fails(way, closes
 
     ended = []
     read_oldest = engine._read_oldest
-    engine._read_oldest = lambda: [ended.append(seq) or seq for seq in read_oldest()]
+
+    def read(finished):
+        read_oldest(finished)
+        ended.extend(finished)
+
+    engine._read_oldest = read
     engine.runner.launch = read_and_launch
     requests = [engine.prepare([number, 3], SamplingParams(max_tokens=length)) for number, length in ((1, 2), (2, 9))]
     found = []
@@ -144,6 +150,15 @@ def test_what_a_step_ended_is_returned_even_if_its_launch_then_fails(way, closes
     if not closes:
         engine.runner.launch = lambda plan, edits: launch(plan)
         assert sum(len(some) for some in engine.run(requests)) == 2
+
+
+def test_what_a_step_ended_is_returned_even_if_an_observer_then_fails():
+    engine = make_engine()
+    engine.observers.append(SimpleNamespace(planned=lambda *_: None, finished=Mock(side_effect=KeyError("broken"))))
+    engine.add(engine.prepare([1, 2], SamplingParams(max_tokens=1)))
+    assert [seq.finish_reason for seq in engine.step()] == ["length"]
+    with pytest.raises(KeyError, match="broken"):
+        engine.step()
 
 
 def test_equal_prefixes_in_one_step_are_computed_once():

@@ -88,8 +88,8 @@ def test_replayed_steps_give_the_very_numbers_of_eager_ones(
     with open_llm(tmp_path, dtype=dtype, **options) as llm:
         for _ in range(2):
             assert answer(llm) == expected
-        halves = [half for half, _ in find_recorded(llm)._recordings]
-        assert halves.count("model") > 2 and halves.count("sampler") > 2
+        parts = [part for part, _ in find_recorded(llm)._recordings]
+        assert parts.count("layers") > 2 and parts.count("head") > 2
 
 
 def test_python_runs_the_model_once_for_each_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -430,7 +430,7 @@ def test_edits_and_grammars(speller: Path, monkeypatch: pytest.MonkeyPatch) -> N
         function = getattr(owner, method)
 
         def noted(*arguments: Any) -> Any:
-            if word == "masks" and order[-2:] == ["model", "read"]:
+            if word == "masks" and order[-2:] == ["layers", "read"]:
                 card = current_card()
                 overlaps.append(not has_passed(card.stream.now(), card.timeline.host))
             result = function(*arguments)

@@ -109,14 +109,14 @@ class CudaGraphs(Steps):
         planned = split_packed(runner.staging.buffer, size, size, None)
         results: list[Any] = []
 
-        def run_model() -> Any:
+        def run_layers() -> Any:
             results[:] = runner.forward(planned)
             return tuple(results)
 
-        yield "model", run_model
+        yield "layers", run_layers
         if runner.has_head:
             inputs, hidden = results
-            yield "sampler", partial(runner.sample_decodes, inputs, hidden)
+            yield "head", partial(runner.sample_decodes, inputs, hidden)
 
     def _capture(self, key: tuple[StepPart, int], stream: Any, work: Callable[[], T]) -> None:
         """Capture some work. Each replay writes its results anew."""
