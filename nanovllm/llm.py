@@ -289,7 +289,7 @@ class LLM:
         return {"prompt": prompt.text, "prompt_token_ids": prompt.token_ids}
 
     def prepare(self, request: Item, sampling_params: SamplingParams | None = None) -> Request:
-        """Tokenise and validate one request for `stream`. An error is raised here, not in `stream`.
+        """Tokenise and validate one request, for `stream` and others. An error is raised here, not there.
 
         Args:
             sampling_params: used if the request has no sampling_params.
@@ -408,8 +408,8 @@ class LLM:
         if read is None:
             return ended, 0
         plan = read.plan
-        # A step only decodes if each scheduled token gives a sample, and none of these tokens is of a prompt. The first
-        # of these tests is not enough: a step that computes only the last token of a prompt passes it, too.
+        # Two tests show that a step only decoded. Each of its tokens gave a sample. And none of its tokens is of a
+        # prompt: the last token of a prompt gives a sample, too.
         lengths = [seq.num_prompt_tokens for seq in read.seqs]
         are_decodes = plan.num_tokens == plan.num_sampled.sum() and (plan.num_computed >= lengths).all()
         return ended, -plan.num_tokens if are_decodes else plan.num_tokens
@@ -455,7 +455,7 @@ class LLM:
         self.engine.observe(observer)
 
     def stats(self) -> dict[str, int]:
-        """Return cumulative counts of steps, tokens, cache hits and preemptions, and the numbers of blocks.
+        """Return cumulative counts of steps, tokens, drafts, cache hits and preemptions, and the numbers of blocks.
 
         Steps, cache hits and preemptions depend on the order in which requests ran: see the option `order`.
         """

@@ -39,10 +39,10 @@ class BlockManager:
 
     `_findable[digest]` is the one block that can be found by that digest. `_content[block]` is this block's digest, its
     parent's digest and its token ids; None for a block that cannot be found. A hit must agree on all three. So two
-    blocks with equal digests are not taken for each other. (One case is left. A block knows the tokens before it only
-    by its parent's digest. Suppose that the parent was evicted, and that a block with other tokens and the same digest
-    of 128 bits took the parent's place. Then the block would be found after wrong tokens.) Both entries, in `_findable`
-    and in `_content`, are removed when the block is given out again or forgotten.
+    blocks with equal digests are not taken for each other. (One case is left, because a block knows the tokens before
+    it only by its parent's digest. Suppose that P, the parent of a block B, was evicted, and that a block X with other
+    tokens and the same digest of 128 bits was registered. Then a sequence that has X could find B.) Both entries, in
+    `_findable` and in `_content`, are removed when the block is given out again or forgotten.
     """
 
     _digest = staticmethod(prefix_digest)
@@ -62,7 +62,8 @@ class BlockManager:
         self._findable: dict[bytes, int] = {}
         self._content: list[tuple[bytes, bytes, bytes] | None] = [None] * num_blocks
         self.on_change: Callable[[str, Iterable[int]], None] = lambda verb, blocks: None
-        """Called for each change: the verb "reference", "take", "release", "register" or "forget", and the blocks."""
+        """Called for each change: the verb "reference", "take", "release", "register" or "forget", and the blocks. A
+        block that is taken is forgotten, too, without a call for that."""
         self.on_refusal: Callable[[int], None] = lambda num_lacking: None
         """Called when `can_take` returns False, with the number of blocks that are lacking."""
 

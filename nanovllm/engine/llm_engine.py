@@ -222,9 +222,9 @@ class LLMEngine:
     ) -> Generator[list[tuple[int, Sequence]], None, None]:
         """Run requests. After each step, yield a list: (number, sequence) of each request that the step ended.
 
-        The first request has number 0. If `requests` yields None, no request is ready now, and `run` asks again after
-        its next step. The run ends when all requests that it took have ended, and `requests` yields None or has no more
-        items. A Ctrl-C in a step is raised after the ended requests were yielded. A second Ctrl-C closes the engine and
+        The first request has number 0. If `requests` yields None, no request is ready now. Then `run` asks again after
+        its next step. But if all requests that it took have ended, None ends the run, as the end of `requests` does. A
+        Ctrl-C in a step is raised after the ended requests were yielded. A second Ctrl-C closes the engine and
         is raised at once. When the generator ends, even by an error, unfinished requests are aborted. `holder`: see
         `Claim.held_by`.
         """

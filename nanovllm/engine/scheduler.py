@@ -38,9 +38,9 @@ class Scheduler:
 
     A prompt that does not fit into the budget is computed in chunks, over several steps. Only the sequence that was
     admitted last can be in this state. The reason: a sequence is admitted only by a step that computes all remaining
-    tokens of the earlier sequences. After this step each earlier sequence needs at most one token per step. The
-    budget has room for all these tokens, because the step that admitted the newest sequence gave at least one token to
-    every sequence. (In a pipeline, which sets `choose_running`, other prompts may be computed in chunks, too.)
+    tokens of the earlier sequences. That step gave each of them at least one token, and stayed within the budget. From
+    then on each of them needs at most one token per step: so these fit the budget, too. (In a pipeline, which sets
+    `choose_running`, other prompts may be computed in chunks, too.)
 
     A step that preempts a sequence admits no sequence: the first in the queue is the preempted sequence, which has just
     lost its blocks to others. The step verifies no drafts either, because drafts take blocks, too.
@@ -149,7 +149,7 @@ class Scheduler:
         return rows, ends, has_preempted
 
     def _admit(self, rows: Rows, ends: IntArray) -> tuple[Rows, IntArray, list[Sequence]]:
-        """Admit waiting sequences, in order, until rows, blocks or the budget run out.
+        """Admit waiting sequences, in order, until rows, blocks or the budget run out, or the next one must wait.
 
         An admitted sequence takes at once the blocks for all its tokens, though never for more than `num_needed`. It
         does so even if this step computes only some of the tokens.

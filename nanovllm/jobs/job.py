@@ -2,17 +2,17 @@
 
 import signal
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
 from nanovllm.config import EngineConfig
+from nanovllm.sampling_params import SamplingParams
 
-_LIMITS = ("max_tokens", "stop", "ignore_eos", "skip_special_tokens", "include_stop_str_in_output")
-_EDITS = ("presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens", "logit_bias")
-_LISTS = ("allowed_token_ids", "bad_words", "stop_token_ids")
-DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "n", *_LIMITS, *_EDITS, *_LISTS)
+_OF_ONE_LINE = {"seed", "logprobs", "structured_outputs"}
+_OF_NO_LINE = {"prompt_logprobs", "prompt_logprob_start", "embed", "detokenize"}
+DEFAULTS = tuple(one.name for one in fields(SamplingParams) if one.name not in _OF_ONE_LINE | _OF_NO_LINE)
 """The sampling parameters that a job may give to all lines. A line may have a seed, too."""
 
 
