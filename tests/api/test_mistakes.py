@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from nanovllm import LLM, SamplingParams
 from nanovllm.commands.cli import main
 from nanovllm.models import hub
-from nanovllm.models.diagnosis import UNFINISHED, explain
+from nanovllm.models.diagnosis import UNFINISHED_FILES, explain
 
 OPTIONS: dict[str, Any] = {"dtype": "float32", "device": "cpu", "max_model_len": 64, "kvcache_memory_bytes": 8 << 20}
 
@@ -140,7 +140,7 @@ def test_a_download_that_has_not_ended_is_called_one(place: str, folder: Path) -
     (folder / "model.safetensors").rename(folder / place / "xyz=.4d7a214614.incomplete")
     message = fail(folder)
     assert f"the download of {folder} is incomplete: there is xyz=.4d7a214614.incomplete; complete it" in message
-    assert "*.incomplete" in UNFINISHED
+    assert "*.incomplete" in UNFINISHED_FILES
 
 
 def test_a_snapshot_of_the_hub_without_weights_is_called_incomplete(
