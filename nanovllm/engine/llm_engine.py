@@ -303,13 +303,12 @@ class LLMEngine:
             if not self._in_flight:
                 raise RuntimeError(f"nothing can run: {self.stats()}, waiting: {list(self.scheduler.waiting)[:3]}")
             self._read_oldest(finished)
-            return finished
         except BaseException as error:
             self._recover()
             if not finished or not isinstance(error, Exception):
                 raise
             self._kept_error = error
-            return finished
+        return finished
 
     def _plan(self, clock: Clock) -> ScheduledStep | None:
         """Return the next step, with its drafts: guessed tokens that it verifies. None if no step can be planned."""
