@@ -34,7 +34,7 @@ def answers(params=GREEDY, **options):
 
 @pytest.fixture(scope="module")
 def cpu_answers():
-    return answers(device="cpu")
+    return answers(device="cpu", attention_backend="torch")
 
 
 @pytest.mark.parametrize("overlap", [True, False])

@@ -11,13 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.adapters import save_adapter
 from helpers.fakes import FREE
 from helpers.hybrids import save_hybrid, save_sparse_hybrid
 from helpers.tiny import draw_prompts, save_random, save_reciter
 from safetensors.torch import load_file
-from transformers import Qwen3MoeForCausalLM
+from transformers import Qwen3ForCausalLM, Qwen3MoeForCausalLM
 
-from nanovllm import LLM, SamplingParams, StructuredOutputsParams
+from nanovllm import LLM, LoRARequest, SamplingParams, StructuredOutputsParams
 from nanovllm.drafts.speculation import Speculation
 from nanovllm.outputs import Output
 
@@ -126,6 +127,44 @@ def test_quantised_weights_say_the_same(kind: str, dtype: str, tmp_path: Path) -
         save_random(tmp_path)
     options = {"dtype": dtype, "quantization": "int8"}
     assert_same_tokens(serve(tmp_path, "triton", **options), serve(tmp_path, "torch", **options), dtype)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+def test_keys_and_values_in_int8_say_the_same(dtype: str, random_model: Path) -> None:
+    """Nearly so: a code may be the next one, which moves log-probabilities as a rounding to 16 bits does."""
+    options = {"dtype": dtype, "kv_cache_dtype": "int8"}
+    expected = serve(random_model, "torch", **options)
+    assert_same_tokens(serve(random_model, "triton", **options), expected, "bfloat16")
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+def test_keys_and_values_in_fp8_say_the_same_in_graphs(dtype: str, random_model: Path) -> None:
+    """The torch backend has no fp8."""
+    if torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("needs compute capability 8.9")
+    options = {"dtype": dtype, "kv_cache_dtype": "fp8"}
+    expected = serve(random_model, "triton", enforce_eager=True, **options)
+    assert tokens(serve(random_model, "triton", **options)) == tokens(expected)
+
+
+def test_requests_with_adapters_say_what_engines_with_them_say(tmp_path: Path) -> None:
+    """The weights change between steps, and the graphs find the new ones where the old ones were."""
+    pytest.importorskip("peft")
+    base = tmp_path / "base"
+    save_random(base)
+    folders = [None, tmp_path / "first", tmp_path / "second"]
+    expected = []
+    for seed, folder in enumerate(folders):
+        if folder:
+            save_adapter(Qwen3ForCausalLM.from_pretrained(base), folder, seed=seed)
+        lora = str(folder) if folder else None
+        expected.append(tokens(serve(base, "triton", dtype="float32", lora=lora)))
+    assert expected[0] != expected[1] != expected[2]
+    named = [LoRARequest(folder.name, 1, str(folder)) if folder else None for folder in folders]
+    with LLM(base, **OPTIONS | {"attention_backend": "triton", "dtype": "float32"}) as llm:
+        requests = [named[i % 3] for i in range(len(PROMPTS))]
+        found = tokens(llm.generate(PROMPTS, GREEDY, use_tqdm=False, lora_request=requests))
+    assert found == [expected[i % 3][i] for i in range(len(PROMPTS))]
 
 
 def test_embeddings_are_the_same(random_model: Path) -> None:

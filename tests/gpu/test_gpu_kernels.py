@@ -11,6 +11,7 @@ import pytest
 import torch
 from helpers.delta_cases import DeltaLayer, assert_delta_is_the_reference
 from helpers.kernel_cases import (
+    CODE_SHAPES,
     DEVICE,
     GROUPS,
     WIDE_SHAPES,
@@ -91,6 +92,19 @@ def test_triton_attention_is_the_reference_for_every_pair_of_values(
     lengths = decode_lengths(block_size)
     for query_lens, seq_lens in (([1] * len(lengths), lengths), mixed_lengths(block_size)):
         case = attention_case(query_lens, seq_lens, head_dim, group, block_size, dtype)
+        assert_attends(case, backend_called("triton"), attention_tolerance(dtype))
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "group", "block_size", "dtype", "kv_dtype"),
+    [*CODE_SHAPES, (128, 2, 256, BF16, torch.int8), (128, 2, 256, BF16, torch.float8_e4m3fn)],
+)
+def test_attention_over_codes_is_the_reference(
+    head_dim: int, group: int, block_size: int, dtype: torch.dtype, kv_dtype: torch.dtype
+) -> None:
+    lengths = decode_lengths(block_size)
+    for query_lens, seq_lens in (([1] * len(lengths), lengths), mixed_lengths(block_size)):
+        case = attention_case(query_lens, seq_lens, head_dim, group, block_size, dtype, kv_dtype=kv_dtype)
         assert_attends(case, backend_called("triton"), attention_tolerance(dtype))
 
 
