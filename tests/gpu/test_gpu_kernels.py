@@ -46,6 +46,7 @@ from nanovllm.backends.gpu.gate_and_mul import silu_and_mul
 from nanovllm.backends.gpu.hybrids import Operators as TritonHybridOperators
 from nanovllm.backends.gpu.norm_rope_store import norm_rope_store
 from nanovllm.backends.gpu.quantized import TritonMatrix
+from nanovllm.backends.gpu.quantized_linear import TILES
 from nanovllm.backends.gpu.rms_norm import add_rms_norm, rms_norm
 from nanovllm.backends.gpu.route import route
 from nanovllm.backends.gpu.sample import sample
@@ -295,7 +296,10 @@ def test_samples_follow_the_distribution() -> None:
 def test_products_with_codes_are_those_of_the_dequantised_matrix_eager_and_replayed(
     bits: int, group_size: int, has_zeros: bool, dtype: torch.dtype, num_rows: int
 ) -> None:
-    """Sums of 512 products of about one are in float32, so they differ by their order; then they are rounded once."""
+    """Sums of 512 products of about one are in float32, so they differ by their order; then they are rounded once.
+
+    For many rows the weights are rounded, too.
+    """
     codes = make_codes((200, 512), bits, group_size, has_zeros)
     matrix = TritonMatrix(codes, dtype)
     x = torch.randn(num_rows, 512, device=CUDA).to(dtype)
@@ -306,6 +310,9 @@ def test_products_with_codes_are_those_of_the_dequantised_matrix_eager_and_repla
         y = matrix.multiply(x, None)
     x.copy_(torch.randn(num_rows, 512, device=CUDA))
     graph.replay()
-    expected = x.double() @ codes.dequantize().double().T
+    weight = codes.dequantize()
+    if num_rows > TILES[-1][0]:
+        weight = weight.to(dtype)
+    expected = x.double() @ weight.double().T
     for got in (matrix.multiply(x, None), y):
         torch.testing.assert_close(got.double(), expected, rtol=2 * eps, atol=1e-3)

@@ -12,8 +12,7 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from nanovllm.backends import Backend, KVCache
-from nanovllm.backends.torch_backend import TorchBackend
+from nanovllm.backends import Backend, KVCache, make_backend
 from nanovllm.edits.edit_logits import MaskAndPenalties
 from nanovllm.engine.plan import ROW_SAMPLING
 from nanovllm.ops.attention import attend_reference
@@ -159,7 +158,7 @@ def attention_case(
     free = int(order[-1])
     tables = torch.full((len(seq_lens), max(*needed, 1) + 1), free, dtype=torch.int32)
     shape = (num_blocks, block_size, num_kv_heads, head_dim)
-    cache = (backend or TorchBackend()).allocate_cache(shape, kv_dtype or dtype, device)
+    cache = (backend or make_backend("torch", device)).allocate_cache(shape, kv_dtype or dtype, device)
     for part in cache:
         if part is not None:
             part.fill_(77 if part.dtype == torch.int8 else float("nan"))
