@@ -155,8 +155,8 @@ def test_the_order_of_a_sum_follows_from_the_matrix_alone() -> None:
     }.items():
         assert split_steps(*sizes, 128) == found
     assert format_config(4, 1024, 96, True) == {"BITS": 4, "GROUP": 96, "HAS_ZEROS": True, "BLOCK_K": 32}
-    with pytest.raises(ValueError, match="multiple of 16 weights, and these have 24"):
-        transpose_scales(make_codes((8, 48), 4, 24, False))
+    with pytest.raises(ValueError, match="multiple of 32 weights, and these have 16"):
+        transpose_scales(make_codes((8, 48), 4, 16, False))
 
 
 def test_experts_with_sorted_columns_are_refused() -> None:

@@ -4,6 +4,7 @@ A kernel has CODES if the cache's pointer has a type of one byte. The references
 ops/attention.py.
 """
 
+import torch
 from torch import Tensor
 
 from nanovllm.backends.gpu.triton_shim import tl, triton
@@ -48,3 +49,9 @@ def list_parts(cache: KVCache) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
     key_scales = cache.keys if cache.key_scales is None else cache.key_scales
     value_scales = cache.values if cache.value_scales is None else cache.value_scales
     return (cache.keys, cache.values, key_scales, value_scales), cache.keys.stride()[:3]
+
+
+def list_pairs(cache: KVCache) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+    """Return what `list_parts` does of a cache of codes, with two neighbouring codes as one element, int16."""
+    pairs = [part.view(torch.int16) for part in (cache.keys, cache.values)]
+    return (*pairs, *list_parts(cache)[0][2:]), pairs[0].stride()[:3]

@@ -1,11 +1,12 @@
 """Attention of one query token a sequence over the paged cache, split along the keys (flash-decoding, Dao et al. 2023,
 https://pytorch.org/blog/flash-decoding/).
 
-There are two kernels. For neither must the host know a length, so a CUDA graph replays them for any lengths:
+Two kernels run. For neither must the host know a length, so a CUDA graph replays them for any lengths:
 
     share    once a step: gives every program of the other kernel the same number of tiles of keys, and lists its chunks
     split    once a layer: a program attends its chunks, one after another, with one KV head's group of query heads.
-             Where a sequence has several chunks, the program that ends last merges them
+             Where a sequence has several chunks, the program that ends last merges them. A cache of codes has a split
+             of its own, in decode_codes.py
 
 The split has as many programs as the device runs at once. All start at once, and as they have the same work, they end
 at about the same time, whatever the lengths are: no place of a multiprocessor is left to a program without work.
@@ -19,8 +20,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from nanovllm.backends.gpu.decode_chunks import finish_chunk
+from nanovllm.backends.gpu.decode_codes import _split_codes_kernel
 from nanovllm.backends.gpu.launch import launch, wait_for_predecessor
-from nanovllm.backends.gpu.paged_cache import list_parts
+from nanovllm.backends.gpu.online_softmax import update_softmax
+from nanovllm.backends.gpu.paged_cache import list_pairs, list_parts
 from nanovllm.backends.gpu.triton_shim import next_power_of_2, num_multiprocessors, shared_memory_kib, tl, triton
 from nanovllm.ops.attention import KVCache
 
@@ -82,76 +86,11 @@ def _share_kernel(
         tl.store(arrivals_ptr + head * num_seqs + seq, tl.zeros([MAX_SEQS], tl.int32), mask=exists)
 
 
-@triton.jit
-def _merge(out_row, partials, first, num_parts, head, num_heads, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """Merge a sequence's chunks, PARTS at a time, in their order: it makes no difference which program ended last.
-
-    At most the first of several chunks has no keys, so `new_highest` is finite (PARTS is at least 2).
-    """
-    partial_out_ptr, partial_lse_ptr = partials
-    MEMBERS: tl.constexpr = triton.next_power_of_2(GROUP)
-    PARTS: tl.constexpr = 2 if MEMBERS > 8 else 16 // MEMBERS
-    member = head * GROUP + tl.arange(0, MEMBERS)
-    is_query = tl.arange(0, MEMBERS) < GROUP
-    dim = tl.arange(0, HEAD_DIM)
-    highest = tl.full([MEMBERS], float("-inf"), tl.float32)
-    total = tl.zeros([MEMBERS], tl.float32)
-    acc = tl.zeros([MEMBERS, HEAD_DIM], tl.float32)
-    for start in range(0, num_parts, PARTS):
-        part = start + tl.arange(0, PARTS)
-        row = (first + part).to(tl.int64)[:, None] * num_heads + member[None, :]
-        exists = (part < num_parts)[:, None] & is_query[None, :]
-        # Other multiprocessors wrote these: they are in the L2 cache, which .cg reads, and not in this one's L1.
-        lse = tl.load(partial_lse_ptr + row, mask=exists, other=float("-inf"), cache_modifier=".cg")
-        offset = row[:, :, None] * HEAD_DIM + dim[None, None, :]
-        out = tl.load(partial_out_ptr + offset, mask=exists[:, :, None], other=0.0, cache_modifier=".cg")
-        new_highest = tl.maximum(highest, tl.max(lse, 0))
-        origin = tl.where(is_query, new_highest, 0.0)
-        weights = tl.exp2(lse - origin[None, :])
-        shrink = tl.exp2(highest - origin)
-        acc = acc * shrink[:, None] + tl.sum(out * weights[:, :, None], 0)
-        total = total * shrink + tl.sum(weights, 0)
-        highest = new_highest
-    merged = (acc / tl.where(is_query, total, 1.0)[:, None]).to(out_row.dtype.element_ty)
-    tl.store(out_row + member[:, None] * HEAD_DIM + dim[None, :], merged, mask=is_query[:, None])
-
-
-@triton.jit
-def accumulate(q, k, v, scales, scale_log2, allowed, highest, total, acc, MASKED: tl.constexpr):
-    """Add one tile of keys to the online softmax (Milakov and Gimelshein 2018, https://arxiv.org/abs/1805.02867).
-
-    The first tile has a key for every row, so `highest` is finite after it. Codes become q's type, which is exact.
-    scales are pointers to those of keys and of values, and which keys have some. Without CODES nothing reads them.
-    """
-    CODES: tl.constexpr = k.dtype.primitive_bitwidth == 8
-    k_scales_ptr, v_scales_ptr, has_scale = scales
-    if CODES:
-        k_scales = tl.load(k_scales_ptr, mask=has_scale, other=0.0)
-        v_scales = tl.load(v_scales_ptr, mask=has_scale, other=0.0)
-    scores = tl.dot(q, k.to(q.dtype), input_precision="ieee")
-    if CODES:
-        scores *= (k_scales * scale_log2)[None, :]
-    else:
-        scores *= scale_log2
-    if MASKED:
-        scores = tl.where(allowed, scores, float("-inf"))
-    new_highest = tl.maximum(highest, tl.max(scores, 1))
-    weights = tl.exp2(scores - new_highest[:, None])
-    shrink = tl.exp2(highest - new_highest)
-    total = total * shrink + tl.sum(weights, 1)
-    if CODES:
-        weights *= v_scales[None, :]
-    acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc * shrink[:, None], input_precision="ieee")
-    return new_highest, total, acc
-
-
 @triton.jit(do_not_specialize=["num_seqs"])
 def _split_kernel(
     q_ptr,
     k_cache_ptr,
     v_cache_ptr,
-    k_scales_ptr,
-    v_scales_ptr,
     out_ptr,
     block_tables_ptr,
     items_ptr,
@@ -204,41 +143,24 @@ def _split_kernel(
         page = tl.load(table_ptr + begin // BLOCK_SIZE)
         for start in tl.range(begin, end, TILE):
             place = page.to(tl.int64) * page_stride + head * head_stride + (start % BLOCK_SIZE) * token_stride
-            scale_place = (page.to(tl.int64) * tl.num_programs(0) + head) * BLOCK_SIZE + start % BLOCK_SIZE + key
             page = tl.load(table_ptr + (start + TILE) // BLOCK_SIZE, mask=start + TILE < end, other=0)
             valid = start + key < end
             k = tl.load(k_cache_ptr + place + k_offset)
             # Masked, because 0 * NaN from a stale slot would be NaN.
             v = tl.load(v_cache_ptr + place + v_offset, mask=valid[:, None], other=0.0)
-            scales = (k_scales_ptr + scale_place, v_scales_ptr + scale_place, valid)
-            highest, total, acc = accumulate(
-                q, k, v, scales, scale_log2, valid[None, :], highest, total, acc, MASKED=True
-            )
+            scores = tl.where(valid[None, :], tl.dot(q, k, input_precision="ieee") * scale_log2, float("-inf"))
+            highest, total, weights, shrink = update_softmax(scores, highest, total)
+            acc = tl.dot(weights.to(q.dtype), v, acc * shrink[:, None], input_precision="ieee")
 
         out = acc / tl.where(total > 0.0, total, 1.0)[:, None]  # zeros where there are no keys
+        lists = (first_item_ptr, arrivals_ptr + head * num_seqs, partial_out_ptr, partial_lse_ptr)
         out_row = out_ptr + seq * num_heads * HEAD_DIM
-        if num_parts == 1:
-            tl.store(out_row + offset, out.to(out_ptr.dtype.element_ty), mask=is_query[:, None])
-        else:
-            partial_row = item * num_heads
-            tl.store(partial_out_ptr + partial_row * HEAD_DIM + offset, out, mask=is_query[:, None])
-            lse = highest + tl.log2(total)
-            tl.store(partial_lse_ptr + partial_row + head * GROUP + row, lse, mask=is_query)
-            tl.debug_barrier()  # whoever sees this program's arrival sees what all its threads have stored
-            arrival_ptr = arrivals_ptr + head * num_seqs + seq
-            if tl.atomic_add(arrival_ptr, 1, sem="acq_rel") == num_parts - 1:
-                tl.store(arrival_ptr, 0)
-                first = tl.load(first_item_ptr + seq)
-                partials = (partial_out_ptr, partial_lse_ptr)
-                _merge(out_row, partials, first, num_parts, head, num_heads, GROUP, HEAD_DIM)
+        finish_chunk(out_row, out, highest + tl.log2(total), lists, item, seq, num_parts, head, num_heads, GROUP)
 
 
 def key_tile(head_dim: int, block_size: int, itemsize: int) -> int:
-    """Return the keys in a tile: a power of two within a block, and up to 16 KiB of K (64 keys at head_dim 128).
-
-    Codes of one byte need more registers than elements of two, so their tiles have half as many keys.
-    """
-    most = 64 if itemsize == 2 else 32
+    """Return the keys in a tile: a power of two within a block, and up to 16 KiB of K, or 32 KiB of float32's."""
+    most = 128 if itemsize == 1 else 64 if itemsize == 2 else 32
     return min(most if head_dim <= 128 else most // 2, block_size & -block_size)
 
 
@@ -257,8 +179,7 @@ def share_config(num_seqs: int, num_programs: int, head_dim: int, block_size: in
 def split_config(group: int, head_dim: int, block_size: int, itemsize: int) -> dict[str, int]:
     """64 keys, 3 stages and 4 warps: two buffers of K and V in 72 KiB, so three programs share a Hopper's memory.
 
-    At most 168 registers a thread let three programs share its registers, too. With codes some variants need more, so
-    there are two. itemsize is that of the cache.
+    At most 168 registers a thread let three programs share its registers, too. itemsize is that of the cache.
     """
     return {
         "GROUP": group,
@@ -266,8 +187,8 @@ def split_config(group: int, head_dim: int, block_size: int, itemsize: int) -> d
         "BLOCK_SIZE": block_size,
         "TILE": key_tile(head_dim, block_size, itemsize),
         "num_warps": 4,
-        "num_stages": {1: 4, 2: 3, 4: 2}[itemsize],
-        "maxnreg": 255 if itemsize == 1 else 168,
+        "num_stages": 2 if itemsize == 4 else 3,
+        "maxnreg": 168,
     }
 
 
@@ -278,7 +199,8 @@ def programs_at_once(config: dict[str, int], itemsize: int, shared_kib: int) -> 
     registers.
     """
     buffers = 2 * (config["num_stages"] - 1) * config["TILE"] * config["HEAD_DIM"] * itemsize
-    return min(max(shared_kib * 1024 // (buffers + 8192), 1), 65536 // (128 * config["maxnreg"]))
+    registers = 32 * config["num_warps"] * config["maxnreg"]
+    return min(max(shared_kib * 1024 // (buffers + 8192), 1), 65536 // registers)
 
 
 class DecodeMetadata(NamedTuple):
@@ -344,8 +266,13 @@ def paged_decode(
     num_seqs, num_heads, head_dim = q.shape
     block_size, num_kv_heads = cache.keys.shape[1:3]
     config = split_config(num_heads // num_kv_heads, head_dim, block_size, cache.keys.element_size())
-    pointers, strides = list_parts(cache)
     sizes = (scale * math.log2(math.e), num_seqs, q.stride(0), block_tables.stride(0))
-    args = (q, *pointers, out, block_tables, *metadata, *sizes, *strides)
-    num_programs = len(metadata.share_begins) - 1
-    launch(_split_kernel, (num_kv_heads, num_programs), args, config)
+    grid = (num_kv_heads, len(metadata.share_begins) - 1)
+    if cache.key_scales is None:
+        (keys, values, *_), strides = list_parts(cache)
+        args = (q, keys, values, out, block_tables, *metadata, *sizes, *strides)
+        launch(_split_kernel, grid, args, config)
+    else:
+        pointers, strides = list_pairs(cache)
+        args = (q, *pointers, out, block_tables, *metadata, *sizes, *strides)
+        launch(_split_codes_kernel, grid, args, config | {"IS_FP8": cache.keys.dtype != torch.int8})

@@ -8,8 +8,9 @@ import math
 from torch import Tensor
 
 from nanovllm.backends.gpu.launch import launch, wait_for_predecessor
+from nanovllm.backends.gpu.online_softmax import update_softmax
 from nanovllm.backends.gpu.paged_cache import list_parts
-from nanovllm.backends.gpu.paged_decode import accumulate, key_tile
+from nanovllm.backends.gpu.paged_decode import key_tile
 from nanovllm.backends.gpu.triton_shim import next_power_of_2, shared_memory_kib, tl, triton
 from nanovllm.ops.attention import KVCache
 
@@ -30,6 +31,32 @@ def find_sequence(cu_seqlens_ptr, num_seqs, tile, TOKENS: tl.constexpr, SEARCH: 
     seq = tl.sum(found, 0) - 1
     first_token = tl.load(cu_seqlens_ptr + seq) - origin
     return seq, (tile - first_token // TOKENS - seq) * TOKENS
+
+
+@triton.jit
+def accumulate(q, k, v, scales, scale_log2, allowed, highest, total, acc, MASKED: tl.constexpr):
+    """Attend to one more tile of keys.
+
+    Codes become q's type, which is exact.
+    scales are pointers to those of keys and of values, and which keys have some. Without CODES nothing reads them.
+    """
+    CODES: tl.constexpr = k.dtype.primitive_bitwidth == 8
+    k_scales_ptr, v_scales_ptr, has_scale = scales
+    if CODES:
+        k_scales = tl.load(k_scales_ptr, mask=has_scale, other=0.0)
+        v_scales = tl.load(v_scales_ptr, mask=has_scale, other=0.0)
+    scores = tl.dot(q, k.to(q.dtype), input_precision="ieee")
+    if CODES:
+        scores *= (k_scales * scale_log2)[None, :]
+    else:
+        scores *= scale_log2
+    if MASKED:
+        scores = tl.where(allowed, scores, float("-inf"))
+    highest, total, weights, shrink = update_softmax(scores, highest, total)
+    if CODES:
+        weights *= v_scales[None, :]
+    acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc * shrink[:, None], input_precision="ieee")
+    return highest, total, acc
 
 
 @triton.jit(
@@ -146,6 +173,8 @@ def prefill_config(
     is_float32 = itemsize == 4
     padded_group = next_power_of_2(group)
     tile = key_tile(head_dim, block_size, cache_itemsize)
+    if cache_itemsize == 1:  # codes that become q's type need more registers than elements of two bytes
+        tile = min(tile, 16 if is_wide else 32)
     rows = 32 if is_wide or is_float32 else 64
     needs_hopper = is_wide or cache_itemsize == 1
     if not is_float32 and shared_kib >= (200 if needs_hopper else 160):

@@ -1,0 +1,69 @@
+"""The end of a chunk in decode attention: its output is stored, and a sequence's chunks are merged.
+
+The reference is `attend_reference` in ops/attention.py.
+"""
+
+from nanovllm.backends.gpu.triton_shim import tl, triton
+
+
+@triton.jit
+def _merge(out_row, partials, first, num_parts, head, num_heads, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """Merge a sequence's chunks, PARTS at a time, in their order: it makes no difference which program ended last.
+
+    At most the first of several chunks has no keys, so `new_highest` is finite (PARTS is at least 2).
+    """
+    partial_out_ptr, partial_lse_ptr = partials
+    MEMBERS: tl.constexpr = triton.next_power_of_2(GROUP)
+    PARTS: tl.constexpr = 2 if MEMBERS > 8 else 16 // MEMBERS
+    member = head * GROUP + tl.arange(0, MEMBERS)
+    is_query = tl.arange(0, MEMBERS) < GROUP
+    dim = tl.arange(0, HEAD_DIM)
+    highest = tl.full([MEMBERS], float("-inf"), tl.float32)
+    total = tl.zeros([MEMBERS], tl.float32)
+    acc = tl.zeros([MEMBERS, HEAD_DIM], tl.float32)
+    for start in range(0, num_parts, PARTS):
+        part = start + tl.arange(0, PARTS)
+        row = (first + part).to(tl.int64)[:, None] * num_heads + member[None, :]
+        exists = (part < num_parts)[:, None] & is_query[None, :]
+        # Other multiprocessors wrote these: they are in the L2 cache, which .cg reads, and not in this one's L1.
+        lse = tl.load(partial_lse_ptr + row, mask=exists, other=float("-inf"), cache_modifier=".cg")
+        offset = row[:, :, None] * HEAD_DIM + dim[None, None, :]
+        out = tl.load(partial_out_ptr + offset, mask=exists[:, :, None], other=0.0, cache_modifier=".cg")
+        new_highest = tl.maximum(highest, tl.max(lse, 0))
+        origin = tl.where(is_query, new_highest, 0.0)
+        weights = tl.exp2(lse - origin[None, :])
+        shrink = tl.exp2(highest - origin)
+        acc = acc * shrink[:, None] + tl.sum(out * weights[:, :, None], 0)
+        total = total * shrink + tl.sum(weights, 0)
+        highest = new_highest
+    merged = (acc / tl.where(is_query, total, 1.0)[:, None]).to(out_row.dtype.element_ty)
+    tl.store(out_row + member[:, None] * HEAD_DIM + dim[None, :], merged, mask=is_query[:, None])
+
+
+@triton.jit
+def finish_chunk(out_row, out, lse, lists, item, seq, num_parts, head, num_heads, GROUP: tl.constexpr):
+    """Store a chunk's normalised output [ROWS, HEAD_DIM]. The program that ends last merges a sequence's chunks.
+
+    Args:
+        out_row: a pointer to the sequence's output.
+        lse: log2(sum(exp(scores))) of each row.
+        lists: pointers to what `DecodeMetadata` names so, arrivals to those of this KV head.
+    """
+    ROWS: tl.constexpr = out.shape[0]
+    HEAD_DIM: tl.constexpr = out.shape[1]
+    first_item_ptr, arrivals_ptr, partial_out_ptr, partial_lse_ptr = lists
+    row = tl.arange(0, ROWS)
+    is_query = row < GROUP
+    offset = (head * GROUP + row)[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
+    if num_parts == 1:
+        tl.store(out_row + offset, out.to(out_row.dtype.element_ty), mask=is_query[:, None])
+    else:
+        partial_row = item * num_heads
+        tl.store(partial_out_ptr + partial_row * HEAD_DIM + offset, out, mask=is_query[:, None])
+        tl.store(partial_lse_ptr + partial_row + head * GROUP + row, lse, mask=is_query)
+        tl.debug_barrier()  # whoever sees this program's arrival sees what all its threads have stored
+        if tl.atomic_add(arrivals_ptr + seq, 1, sem="acq_rel") == num_parts - 1:
+            tl.store(arrivals_ptr + seq, 0)
+            first = tl.load(first_item_ptr + seq)
+            partials = (partial_out_ptr, partial_lse_ptr)
+            _merge(out_row, partials, first, num_parts, head, num_heads, GROUP, HEAD_DIM)

@@ -1,0 +1,172 @@
+"""Decode attention over a cache of codes of one byte: the split of paged_decode.py, with codes taken in pairs.
+
+A code is converted in registers, and for one query token a sequence that costs more than the memory. So the layout
+counts: tensor cores want two neighbours along the keys in one register, and codes lie along the head. Elements of two
+bytes are transposed on their way from shared memory, elements of one byte are not. So two neighbouring codes are one
+element, the head's even and odd dimensions are multiplied apart, and one instruction converts two codes.
+
+The references are `attend_reference` in ops/attention.py and ops/kv_codes.py.
+"""
+
+from nanovllm.backends.gpu.decode_chunks import finish_chunk
+from nanovllm.backends.gpu.launch import wait_for_predecessor
+from nanovllm.backends.gpu.online_softmax import update_softmax
+from nanovllm.backends.gpu.triton_shim import INTERPRETED, tl, triton
+
+_IS_COMPILED = tl.constexpr(not INTERPRETED)
+
+
+@triton.jit
+def _unpack_int8(pairs):
+    """Return the low and the high bytes of pairs, int8 codes, in bfloat16.
+
+    The bits 0x43 and then a byte's low seven are 128 + low. The bits 0x43 and then its highest one alone are 128, or
+    256 if the code is negative. Their difference is the code.
+    """
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b32 up, low, high, minus_1;
+        mov.b32 minus_1, 0xBF80BF80;
+        lop3.b32 low, $2, 0x007F007F, 0x43004300, 0xEA;
+        lop3.b32 high, $2, 0x00800080, 0x43004300, 0xEA;
+        fma.rn.bf16x2 $0, high, minus_1, low;
+        shr.b32 up, $2, 8;
+        lop3.b32 low, up, 0x007F007F, 0x43004300, 0xEA;
+        lop3.b32 high, up, 0x00800080, 0x43004300, 0xEA;
+        fma.rn.bf16x2 $1, high, minus_1, low;
+        }""",
+        "=r,=r,r",
+        [pairs],
+        dtype=(tl.bfloat16, tl.bfloat16),
+        is_pure=True,
+        pack=2,
+    )
+
+
+@triton.jit
+def _unpack_fp8(pairs):
+    """Return the low and the high bytes of pairs, codes of fp8 (e4m3), in bfloat16.
+
+    Sign, exponent and mantissa move to where bfloat16 has them. Its exponent counts from 120 lower, so the number is
+    multiplied by 2**120: numbers below fp8's normal ones become exact, too.
+    """
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b32 up, bits, scale, zero;
+        mov.b32 scale, 0x7B807B80;
+        mov.b32 zero, 0x80008000;
+        shl.b32 bits, $2, 4;
+        and.b32 bits, bits, 0x07F007F0;
+        shl.b32 up, $2, 8;
+        lop3.b32 bits, up, 0x80008000, bits, 0xEA;
+        fma.rn.bf16x2 $0, bits, scale, zero;
+        shr.b32 bits, $2, 4;
+        and.b32 bits, bits, 0x07F007F0;
+        lop3.b32 bits, $2, 0x80008000, bits, 0xEA;
+        fma.rn.bf16x2 $1, bits, scale, zero;
+        }""",
+        "=r,=r,r",
+        [pairs],
+        dtype=(tl.bfloat16, tl.bfloat16),
+        is_pure=True,
+        pack=2,
+    )
+
+
+@triton.jit
+def _unpack_codes(pairs, TYPE: tl.constexpr, IS_FP8: tl.constexpr):
+    """Return the low and the high bytes of pairs, int16, as numbers of a type, which is exact."""
+    if _IS_COMPILED and tl.bfloat16 == TYPE:
+        if IS_FP8:
+            low, high = _unpack_fp8(pairs)
+        else:
+            low, high = _unpack_int8(pairs)
+    elif IS_FP8:
+        low = (pairs & 255).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(TYPE)
+        high = ((pairs >> 8) & 255).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(TYPE)
+    else:
+        low = ((pairs << 8) >> 8).to(TYPE)
+        high = (pairs >> 8).to(TYPE)
+    return low, high
+
+
+@triton.jit(do_not_specialize=["num_seqs"])
+def _split_codes_kernel(
+    q_ptr,
+    k_cache_ptr,
+    v_cache_ptr,
+    k_scales_ptr,
+    v_scales_ptr,
+    out_ptr,
+    block_tables_ptr,
+    items_ptr,
+    first_item_ptr,
+    share_begins_ptr,
+    arrivals_ptr,
+    partial_out_ptr,
+    partial_lse_ptr,
+    scale_log2,
+    num_seqs,
+    q_stride,
+    table_stride,
+    page_stride,
+    token_stride,
+    head_stride,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    IS_FP8: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    # Grid, chunks and padding as in _split_kernel. The cache's strides count pairs.
+    wait_for_predecessor(PDL)
+    head = tl.program_id(0)
+    program = tl.program_id(1)
+    num_heads = (tl.num_programs(0) * GROUP).to(tl.int64)
+    ROWS: tl.constexpr = 16
+    HALF: tl.constexpr = HEAD_DIM // 2
+    TYPE: tl.constexpr = q_ptr.dtype.element_ty
+    row = tl.arange(0, ROWS)
+    pair = tl.arange(0, HALF)
+    key = tl.arange(0, TILE)
+    is_query = (row < GROUP)[:, None]
+    offset = (head * GROUP + row)[:, None] * HEAD_DIM + 2 * pair[None, :]
+    k_offset = key[None, :] * token_stride + pair[:, None]
+    v_offset = key[:, None] * token_stride + pair[None, :]
+    for item in tl.range(tl.load(share_begins_ptr + program), tl.load(share_begins_ptr + program + 1)):
+        seq = tl.load(items_ptr + item * 4).to(tl.int64)
+        begin = tl.load(items_ptr + item * 4 + 1)
+        end = tl.load(items_ptr + item * 4 + 2)
+        num_parts = tl.load(items_ptr + item * 4 + 3)
+        q_even = tl.load(q_ptr + seq * q_stride + offset, mask=is_query, other=0.0)
+        q_odd = tl.load(q_ptr + seq * q_stride + offset + 1, mask=is_query, other=0.0)
+        table_ptr = block_tables_ptr + seq * table_stride
+        highest = tl.full([ROWS], float("-inf"), tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+        even = tl.zeros([ROWS, HALF], tl.float32)
+        odd = tl.zeros([ROWS, HALF], tl.float32)
+        page = tl.load(table_ptr + begin // BLOCK_SIZE)  # one tile ahead, as in _split_kernel
+        for start in tl.range(begin, end, TILE):
+            place = page.to(tl.int64) * page_stride + head * head_stride + (start % BLOCK_SIZE) * token_stride
+            scale_place = (page.to(tl.int64) * tl.num_programs(0) + head) * BLOCK_SIZE + start % BLOCK_SIZE + key
+            page = tl.load(table_ptr + (start + TILE) // BLOCK_SIZE, mask=start + TILE < end, other=0)
+            valid = start + key < end
+            k = tl.load(k_cache_ptr + place + k_offset)
+            v = tl.load(v_cache_ptr + place + v_offset, mask=valid[:, None], other=0)
+            k_scales = tl.load(k_scales_ptr + scale_place, mask=valid, other=0.0)
+            v_scales = tl.load(v_scales_ptr + scale_place, mask=valid, other=0.0)
+            k_even, k_odd = _unpack_codes(k, TYPE, IS_FP8)
+            scores = tl.dot(q_even, k_even, input_precision="ieee")
+            scores = tl.dot(q_odd, k_odd, scores, input_precision="ieee")
+            scores = tl.where(valid[None, :], scores * (k_scales * scale_log2)[None, :], float("-inf"))
+            highest, total, weights, shrink = update_softmax(scores, highest, total)
+            weights = (weights * v_scales[None, :]).to(TYPE)
+            v_even, v_odd = _unpack_codes(v, TYPE, IS_FP8)
+            even = tl.dot(weights, v_even, even * shrink[:, None], input_precision="ieee")
+            odd = tl.dot(weights, v_odd, odd * shrink[:, None], input_precision="ieee")
+
+        out = tl.interleave(even, odd) / tl.where(total > 0.0, total, 1.0)[:, None]
+        lists = (first_item_ptr, arrivals_ptr + head * num_seqs, partial_out_ptr, partial_lse_ptr)
+        out_row = out_ptr + seq * num_heads * HEAD_DIM
+        finish_chunk(out_row, out, highest + tl.log2(total), lists, item, seq, num_parts, head, num_heads, GROUP)
