@@ -37,6 +37,7 @@ from nanovllm.utils.integers import ceil_div
 DTYPE = torch.bfloat16
 ITEMSIZE = 2
 VOCAB_SIZE = 151_936
+KV_TYPES = {"auto": DTYPE, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
 
 class Model(NamedTuple):
@@ -187,17 +188,19 @@ def make_sampling(num_rows: int, temperature: float, top_k: int, top_p: float) -
     return torch.from_numpy(table.view(np.int32).reshape(num_rows, -1)).to("cuda")
 
 
-def time_attention(backend: Backend, model: Model, num_seqs: int, query_len: int, seq_len: int) -> tuple[Times, int]:
-    """Return the times of a layer, and the bytes of K and V that it reads."""
+def time_attention(
+    backend: Backend, model: Model, num_seqs: int, query_len: int, seq_len: int, kv_dtype: torch.dtype = DTYPE
+) -> tuple[Times, int]:
+    """Return the times of a layer, and the bytes of K and V that it reads. Codes of one byte have scales of 4 bytes."""
     block_size = backend.default_block_size
     per_seq = ceil_div(seq_len, block_size)
     num_blocks = num_seqs * per_seq
     shape = (num_blocks, block_size, model.num_kv_heads, model.head_dim)
-    read = 2 * num_seqs * seq_len * model.num_kv_heads * model.head_dim * ITEMSIZE
-    caches = [backend.allocate_cache(shape, DTYPE, torch.device("cuda")) for _ in range(num_sets(read))]
-    for cache in caches:
-        for side in (cache.keys, cache.values):
-            side.normal_()
+    head_bytes = model.head_dim + 4 if kv_dtype.itemsize == 1 else model.head_dim * kv_dtype.itemsize
+    read = 2 * num_seqs * seq_len * model.num_kv_heads * head_bytes
+    caches = [backend.allocate_cache(shape, kv_dtype, torch.device("cuda")) for _ in range(num_sets(read))]
+    for part in (part for cache in caches for part in cache if part is not None):
+        part.copy_(8 * torch.randn(part.shape, device="cuda"))
     tables = torch.randperm(num_blocks, device="cuda").view(num_seqs, per_seq).int()
     inputs = make_inputs(num_seqs, query_len, seq_len, tables)
     q = randn(num_seqs * query_len, model.num_heads, model.head_dim)
@@ -207,7 +210,9 @@ def time_attention(backend: Backend, model: Model, num_seqs: int, query_len: int
     return time_both(launches, before=lambda: backend.prepare_attention(inputs, caches[0], model.num_heads)), read
 
 
-def bench_decode(bench: Bench, name: str, backend: Backend, batches: list[int], contexts: list[int]) -> None:
+def bench_decode(
+    bench: Bench, name: str, backend: Backend, batches: list[int], contexts: list[int], kv_dtype: torch.dtype
+) -> None:
     model = MODELS[name]
     for context in contexts:
         for batch in batches:
@@ -217,7 +222,7 @@ def bench_decode(bench: Bench, name: str, backend: Backend, batches: list[int], 
             if needed > torch.cuda.mem_get_info()[0] // 2:
                 print(f"{backend.name + ' decode':24} {name:5} {shape:24} skipped: {needed / 2**30:.0f} GiB do not fit")
                 continue
-            times, read = time_attention(backend, model, batch, 1, context)
+            times, read = time_attention(backend, model, batch, 1, context, kv_dtype)
             q_and_out = 2 * batch * model.num_heads * model.head_dim * ITEMSIZE
             bench.add_read(f"{backend.name} decode", name, shape, times, read + q_and_out)
 
@@ -312,6 +317,7 @@ def main() -> None:
     parser.add_argument("--backends", nargs="+", choices=["triton", "flash_attn"], help="default: all that run here")
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 16, 64, 256])
     parser.add_argument("--contexts", nargs="+", type=int, default=[512, 1024, 4096, 16384])
+    parser.add_argument("--kv-cache-dtype", choices=KV_TYPES, default="auto", help="of decode attention")
     parser.add_argument("--tokens", nargs="+", type=int, default=[256, 16384], help="sizes for the small kernels")
     args = parser.parse_args()
     if not torch.cuda.is_available():
@@ -333,7 +339,7 @@ def main() -> None:
     print(f"ceilings: {rates}, bf16 matmul {bench.matmul_tflops:.0f} TFLOP/s")
     for name in args.models:
         for backend in backends:
-            bench_decode(bench, name, backend, args.batches, args.contexts)
+            bench_decode(bench, name, backend, args.batches, args.contexts, KV_TYPES[args.kv_cache_dtype])
             bench_prefill(bench, name, backend)
         for num_tokens in args.tokens:
             for kernel, times, nbytes in small_kernels(backends[0], MODELS[name], num_tokens):

@@ -69,10 +69,13 @@ case ${1:-} in
     step stages 65 "${tests[@]}" tests/gpu/test_gpu_features.py -k stages
     ;;
   2)
-    step bench_kernels 190 "$python" benchmarks/bench_kernels.py --backends triton --batches 1 64 256 --contexts 1024 4096
-    step profile 70 "$python" scripts/gpu_profile.py
+    step bench_int8_kv 60 "$python" bench.py --kv-cache-dtype int8
+    step bench_fp8_kv 60 "$python" bench.py --kv-cache-dtype fp8
+    step steps 60 "$python" scripts/gpu_steps.py
+    step bench_8b 90 "$python" bench.py --model qwen3-8b
+    step profile 50 "$python" scripts/gpu_profile.py
     step no_pdl 40 "$python" scripts/gpu_profile.py --no-pdl
-    step bench_8b 180 "$python" bench.py --model qwen3-8b
+    step bench_kernels 120 "$python" benchmarks/bench_kernels.py --backends triton --batches 1 64 256 --contexts 1024 4096
     # torch allocates more than a tensor needs, so this finds only what lies far beyond one.
     step memcheck 90 compute-sanitizer --tool memcheck --error-exitcode 1 --target-processes all \
       "${tests[@]}" tests/gpu/test_gpu_kernels.py -k "captured_decode or (routing or products) and bfloat16"

@@ -9,6 +9,7 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import product
 from pathlib import Path
 from unittest import mock
 
@@ -35,6 +36,7 @@ from nanovllm.backends.gpu.triton_backend import TritonBackend
 
 # (keys in a tile, warps, stages): those that compile for sm_90 without a spill; then programs of a multiprocessor.
 SPLITS = [(64, 4, 3), (64, 8, 3), (32, 4, 4), (32, 4, 3), (64, 4, 4)]
+CODE_SPLITS = [(128, 4, 3), (64, 4, 3), (128, 4, 2), (128, 8, 2), (128, 8, 3)]
 AT_ONCE = [3, 2, 4, 6]
 FILTERS = [(4, 64, 16), (4, 32, 16), (4, 32, 8), (8, 32, 16)]
 """(marks, parts at a time, warps)."""
@@ -67,10 +69,19 @@ def use_filter(marks: int, parts: int, warps: int) -> Iterator[None]:
         yield
 
 
-def check_split(on_gpu: bool) -> None:
+def check_split(on_gpu: bool, kv_dtype: torch.dtype) -> None:
     dtype = DTYPE if on_gpu else torch.float16
-    case = attention_case([1] * 5, [1, 63, 500, 0, 2100], 128, 2, 64, dtype)
+    stored = dtype if kv_dtype == DTYPE else kv_dtype
+    case = attention_case([1] * 5, [1, 63, 500, 0, 2100], 128, 2, 128, dtype, kv_dtype=stored)
     assert_attends(case, TritonBackend(), attention_tolerance(dtype))
+
+
+def list_splits() -> Iterator[tuple[torch.dtype, tuple[int, int, int], int]]:
+    """Yield the type of the cache, the configuration, and how many programs a multiprocessor runs at once."""
+    for split, at_once in product(SPLITS, AT_ONCE):
+        yield DTYPE, split, at_once
+    for kv_dtype, split, at_once in product((torch.int8, torch.float8_e4m3fn), CODE_SPLITS, AT_ONCE[:2]):
+        yield kv_dtype, split, at_once
 
 
 def check_filter(on_gpu: bool) -> None:
@@ -96,16 +107,16 @@ def main() -> None:
     if not args.check_only:
         bench = Bench()
         print(f"read {bench.read_gbs:.0f} GB/s")
-    for tile, warps, stages in SPLITS:
-        for at_once in AT_ONCE:
-            with use_split(tile, warps, stages, at_once):
-                check_split(on_gpu)
-                for batch, context in () if args.check_only else ((1, 1024), (1, 16384), (64, 1024), (256, 1024)):
-                    (us, _), read = time_attention(TritonBackend(), MODELS["0.6B"], batch, 1, context)
-                    percent = round(100 * read / us / 1e3 / bench.read_gbs, 1)
-                    name = f"split tile {tile} warps {warps} stages {stages} at once {at_once}, {batch} x {context}"
-                    results.append({"name": name, "us": round(us, 1), "percent": percent})
-                    print(f"{name}: {us:.1f} us, {percent} %", flush=True)
+    for kv_dtype, (tile, warps, stages), at_once in list_splits():
+        with use_split(tile, warps, stages, at_once):
+            check_split(on_gpu, kv_dtype)
+            for batch, context in () if args.check_only else ((1, 1024), (1, 16384), (64, 1024), (256, 1024)):
+                (us, _), read = time_attention(TritonBackend(), MODELS["0.6B"], batch, 1, context, kv_dtype)
+                percent = round(100 * read / us / 1e3 / bench.read_gbs, 1)
+                config = f"tile {tile} warps {warps} stages {stages} at once {at_once}"
+                name = f"split {kv_dtype} {config}, {batch} x {context}"
+                results.append({"name": name, "us": round(us, 1), "percent": percent})
+                print(f"{name}: {us:.1f} us, {percent} %", flush=True)
     for marks, parts, warps in FILTERS:
         with use_filter(marks, parts, warps):
             check_filter(on_gpu)

@@ -5,11 +5,14 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 from _pytest.mark.expression import Expression
 from helpers.paths import ROOT
+
+from nanovllm.config import EngineConfig
 
 SCRIPT = ROOT / "scripts" / "gpu_first_hour.sh"
 
@@ -103,7 +106,7 @@ def test_every_step_chooses_tests_and_options_that_exist(tmp_path: Path) -> None
         names += re.findall(r"^=== (\S+):", (tmp_path / "out" / f"call-{number}.log").read_text(), re.MULTILINE)
         (tmp_path / "out" / f"call-{number}.log").unlink()
     calls = [line.split("\037")[:-1] for line in (tmp_path / "calls").read_text().splitlines()]
-    assert len(calls) == len(names) == 15
+    assert len(calls) == len(names) == 18
     remaining = {f"tests/gpu/{path.name}": read_tests(path.name) for path in (ROOT / "tests" / "gpu").glob("*.py")}
     del remaining["tests/gpu/test_gpu_first_hour.py"]
     for call in calls:
@@ -112,6 +115,7 @@ def test_every_step_chooses_tests_and_options_that_exist(tmp_path: Path) -> None
             texts = script.read_text()
             if script.name == "bench.py":
                 texts += (ROOT / "nanovllm" / "commands" / "bench.py").read_text()
+                texts += " ".join(f'"--{field.name.replace("_", "-")}"' for field in fields(EngineConfig))
             for option in (part for part in call if part.startswith("--")):
                 assert f'"{option}"' in texts, call
         elif script is not None:
