@@ -103,6 +103,7 @@ def microseconds(launches: list[Callable[[], object]], before: Callable[[], None
             launch()
 
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())  # which may still write the inputs
     with torch.cuda.stream(stream):  # compiles, and warms the allocator
         step()
     torch.cuda.current_stream().wait_stream(stream)

@@ -130,6 +130,7 @@ def test_a_captured_decode_replays_for_any_lengths_and_tables(name: str) -> None
     longest = 3000
     static = attention_case([1] * 8, [longest] * 8, 128, 2, 256, BF16, num_kv_heads=8, backend=backend)
     warm_up = torch.cuda.Stream()
+    warm_up.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(warm_up):
         static.attend(backend)
     torch.cuda.current_stream().wait_stream(warm_up)

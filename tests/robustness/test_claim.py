@@ -1,6 +1,6 @@
 """An engine belongs to one activity at a time: whatever threads, signals and forks do, results are right or refused.
 
-Races run for 1.5 seconds, or 20 in the slow tests, and with a switch interval at which threads change places in the
+Races run for 1.5 seconds, or 10 in the slow tests, and with a switch interval at which threads change places in the
 middle of nearly everything. What could crash the process runs in one of its own: see `run_apart`.
 """
 
@@ -45,7 +45,7 @@ REFUSED = re.compile(
     r"^[a-z_]+\(\) is running in this engine|the engine is asleep|requests of add_request\(\) are unfinished"
 )
 """An activity may be told this while another one has the engine."""
-SECONDS = [1.5, pytest.param(20, marks=pytest.mark.slow)]
+SECONDS = [1.5, pytest.param(10, marks=pytest.mark.slow)]
 
 
 @pytest.fixture(autouse=True)
