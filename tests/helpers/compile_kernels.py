@@ -29,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from nanovllm.backends.gpu import (
     causal_conv,
     combine,
+    decode_codes,
     edit_logits,
     gate_and_mul,
     gated_delta,
@@ -154,7 +155,12 @@ def launches(models: dict[str, Model], block_sizes: tuple[int, ...], arch: int, 
                 )
             group = model.num_heads // model.num_kv_heads
             config = paged_decode.split_config(group, *shape, cache_itemsize)
-            yield launch(paged_decode._split_kernel, config, **types)
+            if cache in CODES:
+                pairs = types | dict.fromkeys(("k_cache_ptr", "v_cache_ptr"), "*i16")
+                config["IS_FP8"] = cache != "*i8"
+                yield launch(decode_codes._split_codes_kernel, config, **pairs)
+            else:
+                yield launch(paged_decode._split_kernel, config)
             config = paged_prefill.prefill_config(group, *shape, itemsize, cache_itemsize, SHARED_KIB[arch])
             yield launch(paged_prefill._prefill_kernel, config, **types)
             for num_seqs in (1, 512, 1024):

@@ -56,6 +56,24 @@ def test_slots_beyond_two_to_the_31_elements_are_reached() -> None:
     assert torch.equal(out[0], key[0])  # the softmax over one key is 1
 
 
+@pytest.mark.parametrize("kv_dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
+def test_every_code_is_the_number_that_it_stands_for(kv_dtype: torch.dtype) -> None:
+    """The softmax over one key is 1, so what a head attends is its value: 256 codes in two heads of 128."""
+    if kv_dtype == torch.float8_e4m3fn and DEVICE.type == "cuda" and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("needs compute capability 8.9")
+    dtype = torch.bfloat16 if DEVICE.type == "cuda" else HALF
+    case = attention_case([1], [1], 128, 2, 16, dtype, kv_dtype=kv_dtype)
+    codes = torch.arange(256, dtype=torch.uint8, device=DEVICE).view(kv_dtype)
+    numbers = codes.float()
+    numbers[numbers.isnan()] = 0
+    block = int(case.inputs.block_tables[0, 0])
+    case.cache.values[block, 0] = numbers.to(kv_dtype).view(2, 128)
+    assert case.cache.value_scales is not None
+    case.cache.value_scales[block, 0] = 1
+    out = case.attend(TritonBackend()).float()
+    assert torch.equal(out, numbers.view(2, 1, 128).expand(2, 2, 128).reshape(1, 4, 128))
+
+
 def check_shares(made: DecodeMetadata, seq_lens: list[int], tile: int) -> list[int]:
     """Assert that every key is in one chunk and that shares are equal. Return the number of chunks of each program.
 

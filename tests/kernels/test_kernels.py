@@ -31,6 +31,7 @@ pytest.importorskip("triton")
 
 from helpers.kernel_tests import (  # noqa: F401
     check_shares,
+    test_every_code_is_the_number_that_it_stands_for,
     test_programs_share_the_keys_equally_and_the_last_of_a_sequence_merges_it,
     test_signed_zeros_tie,
     test_slots_beyond_two_to_the_31_elements_are_reached,

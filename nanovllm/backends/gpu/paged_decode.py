@@ -179,7 +179,8 @@ def share_config(num_seqs: int, num_programs: int, head_dim: int, block_size: in
 def split_config(group: int, head_dim: int, block_size: int, itemsize: int) -> dict[str, int]:
     """64 keys, 3 stages and 4 warps: two buffers of K and V in 72 KiB, so three programs share a Hopper's memory.
 
-    At most 168 registers a thread let three programs share its registers, too. itemsize is that of the cache.
+    At most 168 registers a thread let three programs share its registers, too. Codes of heads of 256 need more, so there
+    are two. itemsize is that of the cache.
     """
     return {
         "GROUP": group,
@@ -188,7 +189,7 @@ def split_config(group: int, head_dim: int, block_size: int, itemsize: int) -> d
         "TILE": key_tile(head_dim, block_size, itemsize),
         "num_warps": 4,
         "num_stages": 2 if itemsize == 4 else 3,
-        "maxnreg": 168,
+        "maxnreg": 255 if itemsize == 1 and head_dim > 128 else 168,
     }
 
 
