@@ -159,8 +159,8 @@ def _split_kernel(
 
 
 def key_tile(head_dim: int, block_size: int, itemsize: int) -> int:
-    """Return the keys in a tile: a power of two within a block, and up to 16 KiB of K, or 32 KiB of float32's."""
-    most = 128 if itemsize == 1 else 64 if itemsize == 2 else 32
+    """Return the keys in a tile: a power of two within a block, and up to 16 KiB of K (64 keys of bfloat16 and 128)."""
+    most = 128 // itemsize
     return min(most if head_dim <= 128 else most // 2, block_size & -block_size)
 
 
