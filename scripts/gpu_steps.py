@@ -2,8 +2,9 @@
 
     python scripts/gpu_steps.py [--model qwen3-0.6b] [--quantization int8] [--kv-cache-dtype int8]
 
-Random weights. A line has the time of a step, how long the device computed, and what the host did meanwhile: it plans
-and launches the next step, and then waits for this one.
+Random weights. 15 steps come before those that are timed. A line has the time of a step, how long the device computed,
+and what the host did. While the device computes a step, the host plans and launches the next one. Then it waits for the
+first.
 """
 
 import argparse
@@ -21,12 +22,12 @@ from nanovllm.engine.plan import StepResult
 from nanovllm.engine.scheduled_step import ScheduledStep
 from nanovllm.utils.clock import Clock
 
-PROMPT = 100
+PROMPT_LEN = 100
 STEPS = 100
 NUM_SEQS = (1, 2, 8, 32, 64, 128, 256, 512)
 
 
-class Spans:
+class Seconds:
     """Observes an engine, and adds up the seconds of the device and of what the host does."""
 
     def __init__(self) -> None:
@@ -50,11 +51,11 @@ class Spans:
         pass
 
 
-def time_steps(llm: LLM, spans: Spans, num_seqs: int) -> float:
+def time_steps(llm: LLM, spans: Seconds, num_seqs: int) -> float:
     """Return the seconds of a decode step."""
     params = SamplingParams(temperature=0.6, max_tokens=STEPS + 30, ignore_eos=True)
     for i in range(num_seqs):
-        llm.engine.add(llm.prepare([(7 * i + j) % 1000 for j in range(PROMPT)], params))
+        llm.engine.add(llm.prepare([(7 * i + j) % 1000 for j in range(PROMPT_LEN)], params))
     for _ in range(15):  # the prompts, and some decodes
         llm.engine.step()
     torch.cuda.synchronize()
@@ -77,7 +78,7 @@ def main() -> None:
     if not torch.cuda.is_available():
         sys.exit("gpu_steps.py measures a GPU, and there is no CUDA device here (torch.cuda.is_available())")
     options = vars(args) | {"load_format": "dummy", "max_num_seqs": max(NUM_SEQS)}
-    spans = Spans()
+    spans = Seconds()
     with LLM(**options) as llm:
         llm.observe(spans)
         for num_seqs in NUM_SEQS:

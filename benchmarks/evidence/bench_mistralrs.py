@@ -42,9 +42,11 @@ def prepare(folder: Path, lens: list[int]) -> None:
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     for length in lens:
         words: list[str] = []
-        while len(tokenizer.encode(" ".join(words)).ids) < length:
-            missing = length - len(tokenizer.encode(" ".join(words)).ids)
-            words += [WORDS[7 * i % len(WORDS)] for i in range(max(1, missing // 4))]
+        num_tokens = 0
+        while num_tokens < length:
+            words += [WORDS[i % len(WORDS)] for i in range(max(1, (length - num_tokens) // 4))]
+            num_tokens = len(tokenizer.encode(" ".join(words)).ids)
+        print(f"{length}.txt has {num_tokens} tokens")
         (folder / f"{length}.txt").write_text(" ".join(words))
 
 

@@ -1,4 +1,4 @@
-"""Everything that an engine can do, on a real GPU: the tokens of our kernels are those of the torch backend there.
+"""Everything that an engine can do, on a real GPU: in float32 our kernels' tokens are those of the torch backend there.
 
 `python -m pytest -m gpu tests/gpu/test_gpu_features.py`
 """
@@ -70,6 +70,7 @@ def measure_rounding(outputs: Seq[Output], exact: Seq[Output]) -> tuple[int, flo
             if got != wanted:
                 break
             errors.append(abs(values[got] - wanted_values[got]))
+    assert errors
     return len(errors), sorted(errors)[len(errors) // 2]
 
 
@@ -77,7 +78,8 @@ def check_tokens(model: Path, dtype: str, only_ours: dict[str, Any] | None = Non
     """Compare our kernels with the torch backend: in float32 their tokens are the same.
 
     In 16 bits rounding may choose another token, or another expert, and all that follows differs. So there both are
-    compared with float32: the kernels agree with it for as long as torch does, and are as near. Both but for noise.
+    compared with float32. The kernels agree with it for more than half as many tokens as torch does, and their median
+    error is less than twice torch's. Torch must agree for more than 5 % of all tokens: else it says nothing.
 
     Args:
         only_ours: options of the engine with our kernels alone.

@@ -158,7 +158,7 @@ def launches(models: dict[str, Model], block_sizes: tuple[int, ...], arch: int, 
             if cache in CODES:
                 pairs = types | dict.fromkeys(("k_cache_ptr", "v_cache_ptr"), "*i16")
                 config["IS_FP8"] = cache != "*i8"
-                yield launch(decode_codes._split_codes_kernel, config, **pairs)
+                yield launch(decode_codes.split_codes_kernel, config, **pairs)
             else:
                 yield launch(paged_decode._split_kernel, config)
             config = paged_prefill.prefill_config(group, *shape, itemsize, cache_itemsize, SHARED_KIB[arch])

@@ -74,7 +74,7 @@ def test_every_kernel_is_compared_with_its_reference() -> None:
 def check(compiled: list[dict[str, Any]]) -> None:
     missing = {name for name, _ in find_kernels()} - {result["kernel"] for result in compiled}
     if all(result["own"] == "*fp32" for result in compiled):
-        missing.discard("_split_codes_kernel")  # float32 is no type for speed, and spills with codes
+        missing.discard("split_codes_kernel")  # float32 is no type for speed, and spills with codes
     assert not missing, "launches() in tests/helpers/compile_kernels.py yields every kernel"
     for result in compiled:
         assert result["shared"] <= SHARED_KIB[result["arch"]] * 1024, result
@@ -93,7 +93,7 @@ def check(compiled: list[dict[str, Any]]) -> None:
         # But for the two gates of a head, which in a step with prompts are those of a chunk; for the gate of a shared
         # expert; for the logits of a router that stand beside such gates: a thread has eight of them; and for a query's
         # even and odd dimensions, once a chunk of a cache of codes.
-        most = {"_gated_delta_kernel": 2, "_prepare_chunks_kernel": 20, "_split_codes_kernel": 32}
+        most = {"_gated_delta_kernel": 2, "_prepare_chunks_kernel": 20, "split_codes_kernel": 32}
         most["_combine_experts_kernel"] = result["config"].get("HAS_SHARED", 0)
         most["_choose_experts_kernel"] = 8 if "logits_stride" in result["types"] else 0
         assert result["narrow_loads"] <= most.get(result["kernel"], 0), result
@@ -128,10 +128,10 @@ def check_pipelined(compiled: list[dict[str, Any]]) -> None:
     """There is one buffer of K and V fewer than stages. Were the page's number looked up in its own iteration, that
     would be a stage, and there would be another one fewer (38,912 bytes at head_dim 128)."""
     for result in compiled:
-        if result["kernel"] in ("_split_kernel", "_split_codes_kernel"):
+        if result["kernel"] in ("_split_kernel", "split_codes_kernel"):
             config = result["config"]
             itemsize = 4 if result["own"] == "*fp32" else 2
-            if result["kernel"] == "_split_codes_kernel":
+            if result["kernel"] == "split_codes_kernel":
                 itemsize = 1
             tile = config["TILE"] * config["HEAD_DIM"] * itemsize
             assert result["shared"] >= (config["num_stages"] - 1) * 2 * tile, result

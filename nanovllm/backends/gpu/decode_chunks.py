@@ -1,4 +1,4 @@
-"""The end of a chunk in decode attention: its output is stored, and a sequence's chunks are merged.
+"""The end of a chunk in decode attention: its output is stored, and the last program of a sequence merges its chunks.
 
 The reference is `attend_reference` in ops/attention.py.
 """
@@ -7,7 +7,7 @@ from nanovllm.backends.gpu.triton_shim import tl, triton
 
 
 @triton.jit
-def _merge(out_row, partials, first, num_parts, head, num_heads, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr):
+def _merge(out_row_ptr, partials, first, num_parts, head, num_heads, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr):
     """Merge a sequence's chunks, PARTS at a time, in their order: it makes no difference which program ended last.
 
     At most the first of several chunks has no keys, so `new_highest` is finite (PARTS is at least 2).
@@ -36,34 +36,41 @@ def _merge(out_row, partials, first, num_parts, head, num_heads, GROUP: tl.const
         acc = acc * shrink[:, None] + tl.sum(out * weights[:, :, None], 0)
         total = total * shrink + tl.sum(weights, 0)
         highest = new_highest
-    merged = (acc / tl.where(is_query, total, 1.0)[:, None]).to(out_row.dtype.element_ty)
-    tl.store(out_row + member[:, None] * HEAD_DIM + dim[None, :], merged, mask=is_query[:, None])
+    merged = (acc / tl.where(is_query, total, 1.0)[:, None]).to(out_row_ptr.dtype.element_ty)
+    tl.store(out_row_ptr + member[:, None] * HEAD_DIM + dim[None, :], merged, mask=is_query[:, None])
 
 
 @triton.jit
-def finish_chunk(out_row, out, lse, lists, item, seq, num_parts, head, num_heads, GROUP: tl.constexpr):
-    """Store a chunk's normalised output [ROWS, HEAD_DIM]. The program that ends last merges a sequence's chunks.
+def finish_chunk(
+    out_ptr, acc, highest, total, merge_pointers, item, seq, num_parts, head, num_heads, GROUP: tl.constexpr
+):
+    """Norm and store a chunk's output. The last program of a sequence to get here merges the sequence's chunks.
 
     Args:
-        out_row: a pointer to the sequence's output.
-        lse: log2(sum(exp(scores))) of each row.
-        lists: pointers to what `DecodeMetadata` names so, arrivals to those of this KV head.
+        out_ptr: the output of all sequences.
+        acc: float32 [ROWS, HEAD_DIM], the sum of values by weights.
+        highest, total: the highest score and the sum of the weights of each row, as `update_softmax` returns them.
+        merge_pointers: pointers to first_item, arrivals, partial_out and partial_lse of `DecodeMetadata`. That to
+            arrivals points to this KV head's row.
     """
-    ROWS: tl.constexpr = out.shape[0]
-    HEAD_DIM: tl.constexpr = out.shape[1]
-    first_item_ptr, arrivals_ptr, partial_out_ptr, partial_lse_ptr = lists
+    ROWS: tl.constexpr = acc.shape[0]
+    HEAD_DIM: tl.constexpr = acc.shape[1]
+    first_item_ptr, arrivals_ptr, partial_out_ptr, partial_lse_ptr = merge_pointers
+    out = acc / tl.where(total > 0.0, total, 1.0)[:, None]  # zeros where there are no keys
+    out_row_ptr = out_ptr + seq * num_heads * HEAD_DIM
     row = tl.arange(0, ROWS)
     is_query = row < GROUP
     offset = (head * GROUP + row)[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
     if num_parts == 1:
-        tl.store(out_row + offset, out.to(out_row.dtype.element_ty), mask=is_query[:, None])
+        tl.store(out_row_ptr + offset, out.to(out_ptr.dtype.element_ty), mask=is_query[:, None])
     else:
         partial_row = item * num_heads
         tl.store(partial_out_ptr + partial_row * HEAD_DIM + offset, out, mask=is_query[:, None])
+        lse = highest + tl.log2(total)
         tl.store(partial_lse_ptr + partial_row + head * GROUP + row, lse, mask=is_query)
         tl.debug_barrier()  # whoever sees this program's arrival sees what all its threads have stored
         if tl.atomic_add(arrivals_ptr + seq, 1, sem="acq_rel") == num_parts - 1:
             tl.store(arrivals_ptr + seq, 0)
             first = tl.load(first_item_ptr + seq)
             partials = (partial_out_ptr, partial_lse_ptr)
-            _merge(out_row, partials, first, num_parts, head, num_heads, GROUP, HEAD_DIM)
+            _merge(out_row_ptr, partials, first, num_parts, head, num_heads, GROUP, HEAD_DIM)

@@ -1,9 +1,14 @@
 """Decode attention over a cache of codes of one byte: the split of paged_decode.py, with codes taken in pairs.
 
-A code is converted in registers, and for one query token a sequence that costs more than the memory. So the layout
-counts: tensor cores want two neighbours along the keys in one register, and codes lie along the head. Elements of two
-bytes are transposed on their way from shared memory, elements of one byte are not. So two neighbouring codes are one
-element, the head's even and odd dimensions are multiplied apart, and one instruction converts two codes.
+A code becomes a number in registers. With one query token a sequence this can take longer than reading the cache. The
+product of weights and V sums over keys, so tensor cores want the V of two neighbouring keys in one register. In memory
+the neighbour of a code is the next dimension of the same key. The hardware transposes elements of two bytes on their
+way from shared memory, but not elements of one byte. So this kernel reads two codes as one int16, and multiplies the
+even and the odd dimensions apart. It reads K likewise. In bfloat16 each instruction of `_unpack_int8` and `_unpack_fp8`
+works on two codes.
+
+In their assembly $2 is a register with two pairs, $0 gets their low bytes, and $1 their high bytes. `lop3` with 0xEA is
+(a & b) | c.
 
 The references are `attend_reference` in ops/attention.py and ops/kv_codes.py.
 """
@@ -20,20 +25,20 @@ _IS_COMPILED = tl.constexpr(not INTERPRETED)
 def _unpack_int8(pairs):
     """Return the low and the high bytes of pairs, int8 codes, in bfloat16.
 
-    The bits 0x43 and then a byte's low seven are 128 + low. The bits 0x43 and then its highest one alone are 128, or
-    256 if the code is negative. Their difference is the code.
+    0x4300 is 128 in bfloat16. With the seven low bits of a code it is 128 + these bits. With the sign bit alone it is
+    128, or 256 if the code is negative. The difference is the code.
     """
     return tl.inline_asm_elementwise(
         """{
-        .reg .b32 up, low, high, minus_1;
+        .reg .b32 next, bits, sign, minus_1;
         mov.b32 minus_1, 0xBF80BF80;
-        lop3.b32 low, $2, 0x007F007F, 0x43004300, 0xEA;
-        lop3.b32 high, $2, 0x00800080, 0x43004300, 0xEA;
-        fma.rn.bf16x2 $0, high, minus_1, low;
-        shr.b32 up, $2, 8;
-        lop3.b32 low, up, 0x007F007F, 0x43004300, 0xEA;
-        lop3.b32 high, up, 0x00800080, 0x43004300, 0xEA;
-        fma.rn.bf16x2 $1, high, minus_1, low;
+        lop3.b32 bits, $2, 0x007F007F, 0x43004300, 0xEA;
+        lop3.b32 sign, $2, 0x00800080, 0x43004300, 0xEA;
+        fma.rn.bf16x2 $0, sign, minus_1, bits;
+        shr.b32 next, $2, 8;
+        lop3.b32 bits, next, 0x007F007F, 0x43004300, 0xEA;
+        lop3.b32 sign, next, 0x00800080, 0x43004300, 0xEA;
+        fma.rn.bf16x2 $1, sign, minus_1, bits;
         }""",
         "=r,=r,r",
         [pairs],
@@ -47,23 +52,23 @@ def _unpack_int8(pairs):
 def _unpack_fp8(pairs):
     """Return the low and the high bytes of pairs, codes of fp8 (e4m3), in bfloat16.
 
-    Sign, exponent and mantissa move to where bfloat16 has them. Its exponent counts from 120 lower, so the number is
-    multiplied by 2**120: numbers below fp8's normal ones become exact, too.
+    Sign, exponent and mantissa move to where bfloat16 has them. bfloat16's exponent has a bias of 127, and fp8's of 7.
+    So the moved bits are 2**120 times too small, and are multiplied by that.
     """
     return tl.inline_asm_elementwise(
         """{
-        .reg .b32 up, bits, scale, zero;
+        .reg .b32 next, bits, scale, minus_0;
         mov.b32 scale, 0x7B807B80;
-        mov.b32 zero, 0x80008000;
+        mov.b32 minus_0, 0x80008000;
         shl.b32 bits, $2, 4;
         and.b32 bits, bits, 0x07F007F0;
-        shl.b32 up, $2, 8;
-        lop3.b32 bits, up, 0x80008000, bits, 0xEA;
-        fma.rn.bf16x2 $0, bits, scale, zero;
+        shl.b32 next, $2, 8;
+        lop3.b32 bits, next, 0x80008000, bits, 0xEA;
+        fma.rn.bf16x2 $0, bits, scale, minus_0;
         shr.b32 bits, $2, 4;
         and.b32 bits, bits, 0x07F007F0;
         lop3.b32 bits, $2, 0x80008000, bits, 0xEA;
-        fma.rn.bf16x2 $1, bits, scale, zero;
+        fma.rn.bf16x2 $1, bits, scale, minus_0;
         }""",
         "=r,=r,r",
         [pairs],
@@ -75,7 +80,11 @@ def _unpack_fp8(pairs):
 
 @triton.jit
 def _unpack_codes(pairs, TYPE: tl.constexpr, IS_FP8: tl.constexpr):
-    """Return the low and the high bytes of pairs, int16, as numbers of a type, which is exact."""
+    """Return the low and the high bytes of pairs, int16, as numbers of TYPE.
+
+    This is exact for every code that `quantize_heads` makes: none of them is fp8's NaN. Other types than bfloat16 are
+    rare, and take Triton's own conversions.
+    """
     if _IS_COMPILED and tl.bfloat16 == TYPE:
         if IS_FP8:
             low, high = _unpack_fp8(pairs)
@@ -91,7 +100,7 @@ def _unpack_codes(pairs, TYPE: tl.constexpr, IS_FP8: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["num_seqs"])
-def _split_codes_kernel(
+def split_codes_kernel(
     q_ptr,
     k_cache_ptr,
     v_cache_ptr,
@@ -166,7 +175,6 @@ def _split_codes_kernel(
             even = tl.dot(weights, v_even, even * shrink[:, None], input_precision="ieee")
             odd = tl.dot(weights, v_odd, odd * shrink[:, None], input_precision="ieee")
 
-        out = tl.interleave(even, odd) / tl.where(total > 0.0, total, 1.0)[:, None]
-        lists = (first_item_ptr, arrivals_ptr + head * num_seqs, partial_out_ptr, partial_lse_ptr)
-        out_row = out_ptr + seq * num_heads * HEAD_DIM
-        finish_chunk(out_row, out, highest + tl.log2(total), lists, item, seq, num_parts, head, num_heads, GROUP)
+        merge_pointers = (first_item_ptr, arrivals_ptr + head * num_seqs, partial_out_ptr, partial_lse_ptr)
+        acc = tl.interleave(even, odd)
+        finish_chunk(out_ptr, acc, highest, total, merge_pointers, item, seq, num_parts, head, num_heads, GROUP)

@@ -1,6 +1,7 @@
 """The paged cache as Triton kernels see it: elements of the model's type, or codes of one byte with scales.
 
-A kernel has CODES if the cache's pointer has a type of one byte. The references are in ops/kv_codes.py and
+A kernel that reads codes one by one has CODES: the cache's pointer has a type of one byte. decode_codes.py reads pairs
+of them as int16. The references are in ops/kv_codes.py and
 ops/attention.py.
 """
 
@@ -52,6 +53,7 @@ def list_parts(cache: KVCache) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
 
 
 def list_pairs(cache: KVCache) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-    """Return what `list_parts` does of a cache of codes, with two neighbouring codes as one element, int16."""
-    pairs = [part.view(torch.int16) for part in (cache.keys, cache.values)]
-    return (*pairs, *list_parts(cache)[0][2:]), pairs[0].stride()[:3]
+    """Do what `list_parts` does for a cache of codes. An element is a pair of neighbouring codes, int16."""
+    assert cache.key_scales is not None and cache.value_scales is not None
+    keys = cache.keys.view(torch.int16)
+    return (keys, cache.values.view(torch.int16), cache.key_scales, cache.value_scales), keys.stride()[:3]

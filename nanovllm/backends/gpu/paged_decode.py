@@ -8,8 +8,8 @@ Two kernels run. For neither must the host know a length, so a CUDA graph replay
              Where a sequence has several chunks, the program that ends last merges them. A cache of codes has a split
              of its own, in decode_codes.py
 
-The split has as many programs as the device runs at once. All start at once, and as they have the same work, they end
-at about the same time, whatever the lengths are: no place of a multiprocessor is left to a program without work.
+The split has as many programs as the device runs at once, and all start together. If there are enough keys, they have
+the same work, and so they end at about the same time, whatever the lengths are. With few keys, some have no chunk.
 
 The reference is `attend_reference` in ops/attention.py.
 """
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.backends.gpu.decode_chunks import finish_chunk
-from nanovllm.backends.gpu.decode_codes import _split_codes_kernel
+from nanovllm.backends.gpu.decode_codes import split_codes_kernel
 from nanovllm.backends.gpu.launch import launch, wait_for_predecessor
 from nanovllm.backends.gpu.online_softmax import update_softmax
 from nanovllm.backends.gpu.paged_cache import list_pairs, list_parts
@@ -29,7 +29,8 @@ from nanovllm.backends.gpu.triton_shim import next_power_of_2, num_multiprocesso
 from nanovllm.ops.attention import KVCache
 
 MIN_SHARE = 128
-"""Keys that a program attends at least: with fewer, its start costs more than its reading."""
+"""Keys of a share at least: with fewer, a program's start costs more than its reading. The start of a sequence counts
+as a tile of keys."""
 
 
 @triton.jit(do_not_specialize=["num_seqs", "num_kv_heads", "num_programs"])
@@ -152,14 +153,12 @@ def _split_kernel(
             highest, total, weights, shrink = update_softmax(scores, highest, total)
             acc = tl.dot(weights.to(q.dtype), v, acc * shrink[:, None], input_precision="ieee")
 
-        out = acc / tl.where(total > 0.0, total, 1.0)[:, None]  # zeros where there are no keys
-        lists = (first_item_ptr, arrivals_ptr + head * num_seqs, partial_out_ptr, partial_lse_ptr)
-        out_row = out_ptr + seq * num_heads * HEAD_DIM
-        finish_chunk(out_row, out, highest + tl.log2(total), lists, item, seq, num_parts, head, num_heads, GROUP)
+        merge_pointers = (first_item_ptr, arrivals_ptr + head * num_seqs, partial_out_ptr, partial_lse_ptr)
+        finish_chunk(out_ptr, acc, highest, total, merge_pointers, item, seq, num_parts, head, num_heads, GROUP)
 
 
 def key_tile(head_dim: int, block_size: int, itemsize: int) -> int:
-    """Return the keys in a tile: a power of two within a block, and up to 16 KiB of K (64 keys of bfloat16 and 128)."""
+    """Return the keys in a tile: a power of two that divides a block, with up to 16 KiB of K."""
     most = 128 // itemsize
     return min(most if head_dim <= 128 else most // 2, block_size & -block_size)
 
@@ -168,7 +167,7 @@ def share_config(num_seqs: int, num_programs: int, head_dim: int, block_size: in
     """MAX_SEQS takes few values, so few batch sizes compile anything."""
     tile = key_tile(head_dim, block_size, itemsize)
     return {
-        "MIN_TILES": MIN_SHARE // tile,
+        "MIN_TILES": max(MIN_SHARE // tile, 2),  # one alone could be the start of a sequence, and no keys
         "TILE": tile,
         "MAX_SEQS": max(256, next_power_of_2(num_seqs)),
         "MAX_PROGRAMS": next_power_of_2(num_programs + 1),
@@ -179,8 +178,8 @@ def share_config(num_seqs: int, num_programs: int, head_dim: int, block_size: in
 def split_config(group: int, head_dim: int, block_size: int, itemsize: int) -> dict[str, int]:
     """64 keys, 3 stages and 4 warps: two buffers of K and V in 72 KiB, so three programs share a Hopper's memory.
 
-    At most 168 registers a thread let three programs share its registers, too. Codes of heads of 256 need more, so there
-    are two. itemsize is that of the cache.
+    At most 168 registers a thread let three programs share its registers, too. Codes of heads of 256 need more, so two
+    programs do. itemsize is that of the cache.
     """
     return {
         "GROUP": group,
@@ -217,7 +216,7 @@ class DecodeMetadata(NamedTuple):
             a sequence merges the outputs of all of them. All are zero before and after a layer.
         partial_out: float32 [max_items, num_heads, head_dim], the normalised output of a chunk, for sequences with
             several chunks.
-        partial_lse: float32 [max_items, num_heads], log2(sum(exp(scores))) of a chunk. 2**partial_lse is the weight of
+        partial_lse: float32 [max_items, num_heads], log2(sum(2**scores)) of a chunk. 2**partial_lse is the weight of
             the chunk's output when chunks are merged.
     """
 
@@ -276,4 +275,4 @@ def paged_decode(
     else:
         pointers, strides = list_pairs(cache)
         args = (q, *pointers, out, block_tables, *metadata, *sizes, *strides)
-        launch(_split_codes_kernel, grid, args, config | {"IS_FP8": cache.keys.dtype != torch.int8})
+        launch(split_codes_kernel, grid, args, config | {"IS_FP8": cache.keys.dtype != torch.int8})

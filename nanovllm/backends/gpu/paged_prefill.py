@@ -34,11 +34,14 @@ def find_sequence(cu_seqlens_ptr, num_seqs, tile, TOKENS: tl.constexpr, SEARCH: 
 
 
 @triton.jit
-def accumulate(q, k, v, scales, scale_log2, allowed, highest, total, acc, MASKED: tl.constexpr):
+def _accumulate(q, k, v, scales, scale_log2, allowed, highest, total, acc, MASKED: tl.constexpr):
     """Attend to one more tile of keys.
 
     Codes become q's type, which is exact.
-    scales are pointers to those of keys and of values, and which keys have some. Without CODES nothing reads them.
+
+    Args:
+        scales: pointers to the keys' scales and to the values' scales, and which keys are in the sequence. Without
+            CODES nothing reads them.
     """
     CODES: tl.constexpr = k.dtype.primitive_bitwidth == 8
     k_scales_ptr, v_scales_ptr, has_scale = scales
@@ -137,7 +140,7 @@ def _prefill_kernel(
         k = tl.load(k_tile_ptr + place)
         v = tl.load(v_tile_ptr + place)
         scales = (k_scales_ptr + scale_place, v_scales_ptr + scale_place, key >= 0)
-        highest, total, acc = accumulate(q, k, v, scales, scale_log2, True, highest, total, acc, MASKED=False)
+        highest, total, acc = _accumulate(q, k, v, scales, scale_log2, True, highest, total, acc, MASKED=False)
     for start in tl.range(diagonal, end, TILE):
         place = page.to(tl.int64) * page_stride + (start % BLOCK_SIZE) * token_stride
         scale_place = (page.to(tl.int64) * num_kv_heads + head) * BLOCK_SIZE + start % BLOCK_SIZE + key
@@ -148,7 +151,7 @@ def _prefill_kernel(
         v = tl.load(v_tile_ptr + place, mask=is_used[:, None], other=0.0)
         allowed = (start + key)[None, :] <= position
         scales = (k_scales_ptr + scale_place, v_scales_ptr + scale_place, is_used)
-        highest, total, acc = accumulate(q, k, v, scales, scale_log2, allowed, highest, total, acc, MASKED=True)
+        highest, total, acc = _accumulate(q, k, v, scales, scale_log2, allowed, highest, total, acc, MASKED=True)
 
     out_row = out_ptr + token_row * (num_kv_heads * GROUP * HEAD_DIM)
     tl.store(out_row + offset, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=is_query)
