@@ -158,8 +158,11 @@ def _split_kernel(
 
 
 def key_tile(head_dim: int, block_size: int, itemsize: int) -> int:
-    """Return the keys in a tile: a power of two that divides a block, with up to 16 KiB of K."""
-    most = 128 // itemsize
+    """Return the keys in a tile: a power of two that divides a block, with up to 16 KiB of K, and at most 64.
+
+    128 keys of codes take as long, and spill registers with large groups.
+    """
+    most = min(64, 128 // itemsize)
     return min(most if head_dim <= 128 else most // 2, block_size & -block_size)
 
 
@@ -167,7 +170,7 @@ def share_config(num_seqs: int, num_programs: int, head_dim: int, block_size: in
     """MAX_SEQS takes few values, so few batch sizes compile anything."""
     tile = key_tile(head_dim, block_size, itemsize)
     return {
-        "MIN_TILES": max(MIN_SHARE // tile, 2),  # one alone could be the start of a sequence, and no keys
+        "MIN_TILES": MIN_SHARE // tile,
         "TILE": tile,
         "MAX_SEQS": max(256, next_power_of_2(num_seqs)),
         "MAX_PROGRAMS": next_power_of_2(num_programs + 1),
