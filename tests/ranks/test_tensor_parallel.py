@@ -498,10 +498,11 @@ def test_host_memory_does_not_multiply(tmp_path: Path) -> None:
             while not done.is_set():
                 for pid in set(list_children(os.getpid())) - before:
                     with suppress(OSError):
+                        # Between fork and exec the memory is that of this process, so exec must come before the memory.
+                        if b"distributed.worker" not in Path(f"/proc/{pid}/cmdline").read_bytes():
+                            continue
                         status = Path(f"/proc/{pid}/status").read_text()
-                        found = re.search(r"RssAnon:\s+(\d+) kB", status)
-                        # between fork and exec the memory is that of this process
-                        if found and b"distributed.worker" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                        if found := re.search(r"RssAnon:\s+(\d+) kB", status):
                             highest[pid] = max(highest.get(pid, 0), int(found[1]) << 10)
                 time.sleep(0.005)
 
