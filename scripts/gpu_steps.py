@@ -27,7 +27,7 @@ STEPS = 100
 NUM_SEQS = (1, 2, 8, 32, 64, 128, 256, 512)
 
 
-class Seconds:
+class Recorder:
     """Observes an engine, and adds up the seconds of the device and of what the host does."""
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class Seconds:
         pass
 
 
-def time_steps(llm: LLM, spans: Seconds, num_seqs: int) -> float:
+def time_steps(llm: LLM, recorder: Recorder, num_seqs: int) -> float:
     """Return the seconds of a decode step."""
     params = SamplingParams(temperature=0.6, max_tokens=STEPS + 30, ignore_eos=True)
     for i in range(num_seqs):
@@ -59,7 +59,7 @@ def time_steps(llm: LLM, spans: Seconds, num_seqs: int) -> float:
     for _ in range(15):  # the prompts, and some decodes
         llm.engine.step()
     torch.cuda.synchronize()
-    spans.clear()
+    recorder.clear()
     start = time.perf_counter()
     for _ in range(STEPS):
         llm.engine.step()
@@ -78,13 +78,15 @@ def main() -> None:
     if not torch.cuda.is_available():
         sys.exit("gpu_steps.py measures a GPU, and there is no CUDA device here (torch.cuda.is_available())")
     options = vars(args) | {"load_format": "dummy", "max_num_seqs": max(NUM_SEQS)}
-    spans = Seconds()
+    recorder = Recorder()
     with LLM(**options) as llm:
-        llm.observe(spans)
+        llm.observe(recorder)
         for num_seqs in NUM_SEQS:
-            seconds = time_steps(llm, spans, num_seqs)
-            host = ", ".join(f"{name} {1e6 * spent / spans.num_steps:.0f} us" for name, spent in spans.host.items())
-            device = f"device {1e3 * spans.device / spans.num_steps:.3f} ms"
+            seconds = time_steps(llm, recorder, num_seqs)
+            host = ", ".join(
+                f"{name} {1e6 * spent / recorder.num_steps:.0f} us" for name, spent in recorder.host.items()
+            )
+            device = f"device {1e3 * recorder.device / recorder.num_steps:.3f} ms"
             print(
                 f"{num_seqs:4} x {1e3 * seconds:.3f} ms, {num_seqs / seconds:,.0f} tok/s; {device}; {host}", flush=True
             )

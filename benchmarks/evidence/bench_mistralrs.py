@@ -8,7 +8,6 @@ PYTHON is an interpreter with the package mistralrs. Its counterpart is `bench.p
 
 import argparse
 import json
-import os
 import shutil
 import sys
 import time
@@ -53,9 +52,7 @@ def prepare(folder: Path, lens: list[int]) -> None:
 def run(folder: Path, quant: str | None, input_len: int, output_len: int, repeat: int) -> None:
     from mistralrs import Architecture, CompletionRequest, Runner, Which
 
-    which = Which.Plain(
-        model_id=str(folder), arch=Architecture.Qwen3, tokenizer_json=os.fspath(folder / "tokenizer.json")
-    )
+    which = Which.Plain(model_id=str(folder), arch=Architecture.Qwen3, tokenizer_json=str(folder / "tokenizer.json"))
     runner = Runner(which=which, in_situ_quant=quant, max_seqs=1, prefix_cache_n=0)
     text = (folder / f"{input_len}.txt").read_text()
     for _ in range(repeat):

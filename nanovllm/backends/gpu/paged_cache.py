@@ -1,8 +1,7 @@
 """The paged cache as Triton kernels see it: elements of the model's type, or codes of one byte with scales.
 
 A kernel that reads codes one by one has CODES: the cache's pointer has a type of one byte. decode_codes.py reads pairs
-of them as int16. The references are in ops/kv_codes.py and
-ops/attention.py.
+of them as int16. The references are in ops/kv_codes.py and ops/attention.py.
 """
 
 import torch
