@@ -1,6 +1,6 @@
 """How a layer says which part of which checkpoint tensor fills which of its parameters."""
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,9 +45,24 @@ NamedTargets = Iterator[tuple[str, WeightTarget]]
 class ShardedLayer(nn.Module):
     """A layer that may hold only a part of each parameter on each rank."""
 
-    def list_stacks(self) -> tuple[nn.Parameter, ...]:
-        """Return parameters [n, out, in] of n matrices each. A backend may pack each matrix in place after loading."""
+    def list_matrices(self) -> tuple[nn.Parameter, ...]:
+        """Return parameters [out, in], or [n, out, in] of n matrices each, that may be packed in another form.
+
+        A backend may pack each of the n matrices in place after loading.
+        """
         return ()
+
+    def list_packed(self) -> Sequence[Any]:
+        """Return the packed forms that are multiplied in place of `list_matrices()`; () if these are multiplied."""
+        return ()
+
+    def set_packed(self, packed: Sequence[Any], empty: nn.Parameter) -> None:
+        """Have packed forms multiplied in place of `list_matrices()`. The parameters become `empty`."""
+        raise NotImplementedError
+
+    def count_state(self) -> int:
+        """Return how many numbers a row's state has that each token is multiplied with; 0 without a state."""
+        return 0
 
     def weight_targets(self, path: str, names: Collection[str]) -> NamedTargets:
         """Yield (checkpoint name, target) of every tensor that the layer needs.
