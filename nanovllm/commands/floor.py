@@ -20,9 +20,8 @@ from nanovllm.backends import Backend, make_backend
 from nanovllm.config import ResolvedConfig
 from nanovllm.layers.linear import MatrixModule
 from nanovllm.layers.weights import ShardedLayer
+from nanovllm.load import make_quantizer
 from nanovllm.models.sizes import Sizes
-from nanovllm.quantized.checkpoints import find_format
-from nanovllm.quantized.loading import count_bytes
 
 
 @dataclass(frozen=True)
@@ -47,10 +46,10 @@ class Model:
         """Return the model as an engine with these options has it."""
         dtype = getattr(torch, config.dtype)
         model = Model(hf_config, dtype, kv_dtype=getattr(torch, config.kv_dtype))
-        format = find_format(config.quantization, hf_config)
-        if format is None:
+        quantizer = make_quantizer(config, hf_config)
+        if quantizer is None:
             return model
-        num_bytes = count_bytes(model.sizes.model, format, dtype.itemsize)
+        num_bytes = quantizer.count_bytes(model.sizes.model, dtype.itemsize)
         return replace(model, quantized_itemsize=num_bytes / model.sizes.num_parameters)
 
     @functools.cached_property

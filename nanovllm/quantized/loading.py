@@ -17,7 +17,7 @@ from nanovllm.layers.embedding import LMHead, VocabParallelEmbedding
 from nanovllm.layers.weights import NamedTargets, ShardedLayer, WeightTarget
 from nanovllm.models.decoder import Decoder
 from nanovllm.models.weight_reader import materialize
-from nanovllm.quantized.checkpoints import find_format
+from nanovllm.quantized.checkpoints import describe_format, find_format
 from nanovllm.quantized.codes import Codes, quantize_int8
 from nanovllm.quantized.formats import INT8, MADE_AT_LOAD, Format, RawTensors
 from nanovllm.quantized.torch_matrix import MatrixOperators
@@ -67,6 +67,10 @@ class ModelQuantizer:
     def count_bytes(self, model: Decoder, itemsize: int) -> int:
         """Return the memory of a model's weights, if those that are not quantised take `itemsize` bytes each."""
         return count_bytes(model, self.format, itemsize)
+
+    def describe(self) -> str:
+        """Return how the weights are stored, for a table: see `describe_format`."""
+        return describe_format(self.format, self._config.dtype)
 
     def announce(self, model: Decoder) -> None:
         """Log what a user should know of the format. `model` is the whole one."""
