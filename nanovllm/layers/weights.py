@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
@@ -77,3 +77,19 @@ class ShardedLayer(nn.Module):
 def make_whole_target(view: Tensor, plus: float = 0.0) -> WeightTarget:
     """Return the target of a tensor that every rank holds entirely."""
     return WeightTarget(view, tuple(view.shape), (slice(None),) * view.dim(), plus)
+
+
+class Quantizer(Protocol):
+    """Gives one rank's model quantised matrices: a `ModelQuantizer`. In each method `model` is a decoder."""
+
+    def count_bytes(self, model: Any, itemsize: int) -> int:
+        """Return the memory of a model's weights, if those that are not quantised take `itemsize` bytes each."""
+
+    def list_matrices(self, model: Any) -> list[nn.Parameter]:
+        """Return the parameters that get no memory, because codes take their place."""
+
+    def find_targets(self, model: Any, names: Collection[str]) -> NamedTargets:
+        """Yield what `model.weight_targets` yields, with other targets where a matrix is quantised."""
+
+    def begin(self, model: Any) -> Any:
+        """Return the `Filling` that fills the matrices of a model once."""
