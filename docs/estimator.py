@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm.commands.estimate import Estimate, estimate
-from nanovllm.commands.floor import Machine, Model, step_cost
+from nanovllm.commands.floor import Machine, Model, count_expert, step_cost
 from nanovllm.config import EngineConfig
 from nanovllm.models.model_config import load_model_config
 from nanovllm.models.shapes import PRESETS, preset_config

@@ -37,9 +37,8 @@ class Arrow(NamedTuple):
 
     def __str__(self) -> str:
         kind = "for types" if self.found.is_for_types else "early" if self.found.is_early else "late"
-        return (
-            f"{self.module} ({find_ring(self.module)}) -> {self.found.module} ({find_ring(self.found.module)}), {kind}"
-        )
+        other = self.found.module
+        return f"{self.module} ({find_ring(self.module)}) -> {other} ({find_ring(other)}), {kind}"
 
 
 def find_ring(module: str) -> int:
