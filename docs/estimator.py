@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm.commands.estimate import Estimate, estimate
-from nanovllm.commands.floor import Machine, Model, step_cost
+from nanovllm.commands.floor import Machine, Model, count_expert, step_cost
 from nanovllm.config import EngineConfig
 from nanovllm.models.model_config import load_model_config
 from nanovllm.models.shapes import PRESETS, preset_config
@@ -52,11 +52,10 @@ def describe_preset(name: str) -> dict[str, Any]:
         "unread": 0 if hf_config.tie_word_embeddings else model.vocabulary_parameters,
         "experts": None,
     }
-    for mixture in model.mixtures[:1]:  # all have the same sizes
-        num_experts = len(mixture.experts.gate_up)
-        one = mixture.experts.gate_up[0].numel() + mixture.experts.down[0].numel()
-        parameters = num_experts * one * len(model.mixtures)
-        numbers["experts"] = {"parameters": parameters, "number": num_experts, "chosen": mixture.k}
+    for expert in model.experts[:1]:  # all have the same sizes
+        num_experts = hf_config.num_experts
+        parameters = num_experts * count_expert(expert) * len(model.experts)
+        numbers["experts"] = {"parameters": parameters, "number": num_experts, "chosen": model.experts_per_token}
     for dtype in DTYPES:
         small = run_estimate(name, "plain", dtype)
         longer = run_estimate(name, "plain", dtype, budget=3)

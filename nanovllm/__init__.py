@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanovllm import config, inputs, outputs, sampling_params
 from nanovllm.config import EngineConfig
-from nanovllm.inputs import TextPrompt, TokensPrompt
+from nanovllm.inputs import LoRARequest, TextPrompt, TokensPrompt
 from nanovllm.outputs import Completion, CompletionOutput, Output, RequestOutput
 from nanovllm.sampling_params import GuidedDecodingParams, SamplingParams, StructuredOutputsParams
 from nanovllm.utils.spin import bound_spinning
@@ -13,7 +13,6 @@ from nanovllm.version import __version__
 
 if TYPE_CHECKING:
     from nanovllm.llm import LLM
-    from nanovllm.vllm_names import LoRARequest
 
 __all__ = [
     "LLM",
@@ -40,7 +39,7 @@ def __getattr__(name: str) -> Any:
         from nanovllm.llm import LLM
 
         return LLM
-    from nanovllm.vllm_names import find_name
+    from nanovllm.ported import find_name
 
     return find_name(name)
 
@@ -52,7 +51,7 @@ class _Finder:
     def find_spec(name: str, *_: Any) -> Any:
         if not name.startswith("nanovllm."):
             return None
-        from nanovllm.vllm_names import find_module
+        from nanovllm.ported import find_module
 
         return find_module(name)
 

@@ -9,9 +9,12 @@ from contextlib import suppress
 from dataclasses import MISSING, dataclass, field
 from typing import Any, TypedDict
 
+from nanovllm.sampling_params import refuse_sampling
 from nanovllm.utils.checks import INT64_MAX, as_bool, as_choice, as_integer, refuse, refuse_unknown
+from nanovllm.utils.foreign_names import translate_names
 from nanovllm.utils.integers import ceil_div
 from nanovllm.utils.memory import CPU_CACHE_LIMIT
+from nanovllm.vllm_names import REST, SYNONYMS
 
 CHOICES: Mapping[str, tuple[str, ...]] = {
     "dtype": ("auto", "float32", "float16", "bfloat16"),
@@ -234,9 +237,7 @@ class EngineConfig:
         options = {name: value for name, value in options.items() if value is not None or name not in known}
         with suppress(TypeError, ValueError):
             return cls(str(model), **options)
-        from nanovllm.vllm_names import REST, translate_options  # a name or a value is not ours
-
-        options = translate_options(model, options)
+        options = _translate_options(model, options)  # a name or a value is not ours
         refuse_unknown(options, known, "LLM", rest=REST)
         return cls(str(model), **options)
 
@@ -318,3 +319,20 @@ class EngineOptions(TypedDict, total=False):
     tool_call_parser: str | None
     trace: str | None
     seed: int
+
+
+def _translate_options(model: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Translate the options of a script for vLLM or nano-vLLM to those of EngineConfig.
+
+    Raises:
+        TypeError: an option belongs to a request.
+        ValueError: an option would change something that we cannot do.
+    """
+    given = {name: value for name, value in given.items() if name != "tokenizer" or value != model}
+    options = translate_names(given, "LLM")
+    for name in options.keys() & SYNONYMS.keys():
+        value = options[name]
+        if isinstance(value, str | int):
+            options[name] = SYNONYMS[name].get(value, value)
+    refuse_sampling({name: options[name] for name in options if name not in EngineOptions.__annotations__}, "LLM")
+    return options

@@ -13,16 +13,14 @@ from typing import TYPE_CHECKING, Any, NoReturn, Unpack
 from nanovllm.config import EngineConfig, EngineOptions
 from nanovllm.engine.interfaces import StepObserver
 from nanovllm.engine.sequence import Request
-from nanovllm.inputs import Others
+from nanovllm.inputs import LoRARequest, Others, translate_arguments
 from nanovllm.load import load_engine
-from nanovllm.outputs import Embedding, Output, Score
+from nanovllm.outputs import Embedding, Metric, Output, Score, list_metrics
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.prompts import Message, Prompt, list_conversations, list_prompts, name_errors, tokenise_prompts
 from nanovllm.utils.checks import quote, refuse
+from nanovllm.utils.foreign_names import explain_missing
 from nanovllm.utils.progress import ProgressBar
-
-if TYPE_CHECKING:
-    from nanovllm.vllm_names import LoRARequest
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +68,7 @@ class LLM:
         prompts: Prompt | Seq[Prompt],
         sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
         use_tqdm: bool = True,
-        lora_request: "LoRARequest | Seq[LoRARequest | None] | None" = None,
+        lora_request: LoRARequest | Seq[LoRARequest | None] | None = None,
         **others: Unpack[Others],
     ) -> list[Output]:
         """Complete every prompt, and return the outputs in the order of the prompts.
@@ -239,7 +237,7 @@ class LLM:
         continue_final_message: bool = False,
         tools: Seq[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
-        lora_request: "LoRARequest | Seq[LoRARequest | None] | None" = None,
+        lora_request: LoRARequest | Seq[LoRARequest | None] | None = None,
         **others: Unpack[Others],
     ) -> list[Output]:
         """Answer conversations, each a list of {"role": ..., "content": ...}, through the model's chat template.
@@ -461,6 +459,10 @@ class LLM:
         """
         return self.engine.stats()
 
+    def get_metrics(self) -> list[Metric]:
+        """Return the counts of `stats` as objects. The method and the objects have vLLM's names."""
+        return list_metrics(self.stats())
+
     # ---- new weights, and sleep
 
     @cached_property
@@ -526,9 +528,7 @@ class LLM:
     if not TYPE_CHECKING:  # a type checker that sees __getattr__ accepts every misspelt name
 
         def __getattr__(self, name: str) -> Any:
-            from nanovllm.vllm_names import find_attribute
-
-            return find_attribute(self, name)
+            raise explain_missing("LLM", name)
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
@@ -545,11 +545,7 @@ class LLM:
 
 def _check_others(method: str, others: Mapping[str, Any]) -> dict[str, Any]:
     """Translate arguments that have vLLM's names into ours. Raise an error for one that is unknown or not supported."""
-    if not others:
-        return {}
-    from nanovllm.vllm_names import translate_arguments
-
-    return translate_arguments(method, others)
+    return translate_arguments(getattr(LLM, method), others) if others else {}
 
 
 def _list_params(params: SamplingParams | Seq[SamplingParams | None] | None, count: int) -> list[SamplingParams | None]:

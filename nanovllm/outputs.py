@@ -230,6 +230,23 @@ class Embedding(_OfPrompt):
         return self
 
 
+class Metric(NamedTuple):
+    """A count of `LLM.stats`, in the form of vLLM's metrics."""
+
+    name: str
+    value: int
+
+
+METRICS = {name: type(name, (Metric,), {}) for name in ("Counter", "Gauge", "Vector", "Histogram")}
+"""vLLM's kinds of metrics. Ours are Counters, which only grow, and Gauges."""
+
+
+def list_metrics(stats: dict[str, int]) -> list[Metric]:
+    """Return what `LLM.stats` returns as metrics."""
+    gauges = ("num_blocks", "num_free_blocks")
+    return [METRICS["Gauge" if name in gauges else "Counter"](name, count) for name, count in stats.items()]
+
+
 RequestOutput = Output
 CompletionOutput = Completion
 """vLLM's names."""

@@ -6,7 +6,8 @@ from dataclasses import KW_ONLY, dataclass, replace
 from functools import wraps
 from typing import Any, TypeVar
 
-from nanovllm.utils.checks import as_bool, as_integer, as_list, as_number, refuse, refuse_unknown
+from nanovllm.utils.checks import as_bool, as_integer, as_list, as_number, quote, refuse, refuse_unknown
+from nanovllm.utils.foreign_names import translate_names
 
 T = TypeVar("T")
 
@@ -24,8 +25,6 @@ def accept_vllm_names(cls: type[T]) -> type[T]:
     @wraps(init)
     def checked(self: T, *args: Any, **kwargs: Any) -> None:
         if not kwargs.keys() <= fields.keys():
-            from nanovllm.vllm_names import translate_names
-
             kwargs = translate_names(kwargs, cls.__name__)
             refuse_unknown(kwargs, fields, cls.__name__)
         init(self, *args, **kwargs)
@@ -277,3 +276,13 @@ class SamplingParams:
         if is_greedy:
             found["temperature"] = 0.0
         return cls(**{name: value for name, value in found.items() if value is not None})
+
+
+def refuse_sampling(given: Mapping[str, Any], what: str) -> None:
+    """Raise a TypeError if a name in `given` is a field of SamplingParams, or another name of one."""
+    for name, value in translate_names(given, "SamplingParams").items():
+        if name in SamplingParams.__dataclass_fields__:
+            raise TypeError(
+                f"{what} has no {name}, because it belongs to a request: generate(prompts, "
+                f"SamplingParams({name}={quote(value)}))"
+            )

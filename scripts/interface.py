@@ -7,7 +7,6 @@ Public is what `nanovllm` exports, and what the pages of PAGES import or list. I
 have no module, so that a class that is not public may move.
 """
 
-import importlib
 import inspect
 import os
 import re
@@ -74,7 +73,7 @@ def run_help(*command: str) -> str:
 def main() -> None:
     first_names: dict[int, str] = {}
     for module, name in find_names():
-        value = getattr(importlib.import_module(module), name)
+        value = getattr(__import__(module, fromlist=[name]), name)  # as `from` does, which asks for names of vLLM's
         first = first_names.setdefault(id(value), f"{module}.{name}")
         if first != f"{module}.{name}":
             print(f"{module}.{name} is {first}")

@@ -56,13 +56,13 @@ def measure_steps(llm: LLM, model: Model, batch: int, output_len: int, touched: 
     llm.generate(prompts, SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=output_len), use_tqdm=False)
     matrices = sum(count * rows_in * rows_out for (rows_out, rows_in), count in model.matrices.items())
     always = (matrices + model.vocabulary_parameters) * model.dtype.itemsize
-    sparse_layers = len(model.mixtures)
+    sparse_layers = len(model.experts)
     found = []
     for i, ((work, _), seconds) in enumerate(zip(recorder.steps, recorder.device_seconds, strict=True)):
         if len(work) == batch and all(scheduled == 1 for _, scheduled in work):
             experts = sum(touched[i * sparse_layers : (i + 1) * sparse_layers])
             keys = sum(computed + 1 for computed, _ in work) * model.kv_bytes_per_token
-            num_bytes = always + keys + experts * count_expert(model.mixtures[0]) * model.dtype.itemsize
+            num_bytes = always + keys + experts * count_expert(model.experts[0]) * model.dtype.itemsize
             found.append((seconds, num_bytes, experts / sparse_layers))
     return [statistics.median(column) for column in zip(*found, strict=True)]
 
@@ -78,9 +78,9 @@ def measure_blocks(layers: Any, model: Model, batch: int, touched: list[int]) ->
         for layer, rows in zip(layers, x, strict=True):
             layer.mlp(rows, inputs)
         seconds = time.perf_counter() - start
-        routers = sum(mixture.gate.weight.numel() for mixture in model.mixtures)
-        num_bytes = (sum(touched) * count_expert(model.mixtures[0]) + routers) * model.dtype.itemsize
-        found.append((seconds, num_bytes, sum(touched) / len(model.mixtures)))
+        routers = sum(layer.mlp.gate.weight.numel() for layer in layers)
+        num_bytes = (sum(touched) * count_expert(model.experts[0]) + routers) * model.dtype.itemsize
+        found.append((seconds, num_bytes, sum(touched) / len(model.experts)))
     return [statistics.median(column) for column in zip(*found[2:], strict=True)]
 
 

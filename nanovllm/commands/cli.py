@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from nanovllm.config import EngineConfig
-from nanovllm.drafts.options import read_speculative_config
 from nanovllm.jobs import ray_guard
 from nanovllm.jobs.job import DEFAULTS, STATUS_HELP, Job, Status
 from nanovllm.sampling_params import SamplingParams
@@ -326,6 +325,8 @@ def read_engine_config(options: argparse.Namespace) -> EngineConfig:
     given = {name: value for name, value in vars(options).items() if name in _ENGINE_FIELDS and name != "model"}
     config = EngineConfig.from_options(options.model, given)
     if config.speculative_config is not None:  # an engine checks it when it is loaded, and a job has files by then
+        from nanovllm.drafts.options import read_speculative_config
+
         read_speculative_config(config.speculative_config)
     return config
 

@@ -26,7 +26,6 @@ from nanovllm.models.hub import CONFIGS, TOKENIZER, as_path, download, find_fold
 from nanovllm.models.model_config import find_decoder, load_model_config, read_json
 from nanovllm.models.shapes import PRESETS, preset_config
 from nanovllm.models.sizes import Sizes
-from nanovllm.quantized.checkpoints import describe_format, find_format
 from nanovllm.runner.resolve import resolve_device
 from nanovllm.text.tokenizer import Tokenizer
 from nanovllm.utils.checks import quote
@@ -227,8 +226,7 @@ def _estimate(hf_config: "PretrainedConfig", config: ResolvedConfig, gpu_memory:
     activations = config.max_num_batched_tokens * widest * dtype.itemsize + 3 * logits
     memory = GpuMemory(gpu_memory, others=0, weights=0, activations=activations, graphs=0)
     quantizer = make_quantizer(config, hf_config)
-    format = find_format(config.quantization, hf_config)
-    named = config.dtype if format is None else describe_format(format, config.dtype)
+    named = config.dtype if quantizer is None else quantizer.describe()
     num_parameters = Sizes(hf_config).num_parameters
 
     def estimate_share(one: Sizes) -> Estimate:
@@ -249,7 +247,7 @@ def _advise(hf_config: "PretrainedConfig", estimated: Estimate) -> list[str]:
         changes.append({"max_model_len": estimated.num_tokens})
     if config.dtype == "float32":
         changes.append({"dtype": "bfloat16"})
-    if find_format(config.quantization, hf_config) is None:
+    if make_quantizer(config, hf_config) is None:
         changes.append({"quantization": "int8"})
     if config.kv_cache_dtype == "auto":
         changes.append({"kv_cache_dtype": "int8"})

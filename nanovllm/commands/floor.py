@@ -14,15 +14,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from nanovllm.backends import Backend, make_backend
 from nanovllm.config import ResolvedConfig
 from nanovllm.layers.linear import MatrixModule
-from nanovllm.models.qwen3_5.delta_net import DeltaNet
-from nanovllm.models.qwen3_moe.decoder import SparseMLP
+from nanovllm.layers.weights import ShardedLayer
+from nanovllm.load import make_quantizer
 from nanovllm.models.sizes import Sizes
-from nanovllm.quantized.checkpoints import find_format
-from nanovllm.quantized.loading import count_bytes
 
 
 @dataclass(frozen=True)
@@ -47,10 +46,10 @@ class Model:
         """Return the model as an engine with these options has it."""
         dtype = getattr(torch, config.dtype)
         model = Model(hf_config, dtype, kv_dtype=getattr(torch, config.kv_dtype))
-        format = find_format(config.quantization, hf_config)
-        if format is None:
+        quantizer = make_quantizer(config, hf_config)
+        if quantizer is None:
             return model
-        num_bytes = count_bytes(model.sizes.model, format, dtype.itemsize)
+        num_bytes = quantizer.count_bytes(model.sizes.model, dtype.itemsize)
         return replace(model, quantized_itemsize=num_bytes / model.sizes.num_parameters)
 
     @functools.cached_property
@@ -81,14 +80,22 @@ class Model:
         return Counter((*module.weight.shape,) for module in modules if isinstance(module, MatrixModule))
 
     @functools.cached_property
-    def mixtures(self) -> list[SparseMLP]:
-        """The mixtures of experts."""
-        return [module for module in self.sizes.model.modules() if isinstance(module, SparseMLP)]
+    def experts(self) -> list[list[Tensor]]:
+        """The matrices of one expert, [out, in] each, of each layer that has experts."""
+        layers = [module for module in self.sizes.model.modules() if isinstance(module, ShardedLayer)]
+        stacks = [[stack[0] for stack in layer.list_matrices() if stack.dim() > 2] for layer in layers]
+        return list(filter(None, stacks))
+
+    @property
+    def experts_per_token(self) -> int:
+        """How many experts of a layer each token has."""
+        return int(self.config.num_experts_per_tok)
 
     @functools.cached_property
-    def delta_nets(self) -> list[DeltaNet]:
-        """The layers that have a state per row in place of keys and values."""
-        return [module for module in self.sizes.model.modules() if isinstance(module, DeltaNet)]
+    def states(self) -> list[int]:
+        """How many numbers a row's state has, of each layer that has one in place of keys and values."""
+        layers = [module for module in self.sizes.model.modules() if isinstance(module, ShardedLayer)]
+        return [count for layer in layers if (count := layer.count_state())]
 
     @property
     def vocabulary_parameters(self) -> int:
@@ -99,7 +106,7 @@ class Model:
     def matrix_parameters(self) -> int:
         """The parameters that multiply one token: the matrices of the layers, and those of its experts."""
         every = sum(count * rows_in * rows_out for (rows_out, rows_in), count in self.matrices.items())
-        return every + sum(mixture.k * count_expert(mixture) for mixture in self.mixtures)
+        return every + sum(self.experts_per_token * count_expert(expert) for expert in self.experts)
 
     @property
     def flops_per_token(self) -> int:
@@ -117,9 +124,14 @@ class Model:
         }
 
 
-def count_expert(mixture: SparseMLP) -> int:
+def count_expert(expert: Sequence[Tensor]) -> int:
     """Return how many parameters one expert has."""
-    return mixture.experts.gate_up[0].numel() + mixture.experts.down[0].numel()
+    return sum(matrix.numel() for matrix in expert)
+
+
+def count_activations(expert: Sequence[Tensor]) -> int:
+    """Return how many numbers the products of one expert read and write for a token."""
+    return sum(sum(matrix.shape) for matrix in expert)
 
 
 @dataclass(frozen=True)
@@ -190,14 +202,14 @@ def step_cost(model: Model, machine: Machine, work: Iterable[tuple[int, int]], n
     for (rows_out, rows_in), count in model.matrices.items():
         num_bytes = rows_in * rows_out * weight_size + n * (rows_in + rows_out) * size
         operator("products", num_bytes, 2 * n * rows_in * rows_out, count)
-    for mixture in model.mixtures[:1]:  # all have the same sizes
-        num_experts, hidden, intermediate = mixture.experts.down.shape
+    for expert in model.experts[:1]:  # all have the same sizes
+        num_experts = config.num_experts
         # The expected number of experts that get a token, if routing is even and independent for each token.
-        touched = num_experts * (1 - (1 - mixture.k / num_experts) ** n)
-        pairs = n * mixture.k
-        one = count_expert(mixture)
-        num_bytes = touched * one * weight_size + pairs * (2 * hidden + 3 * intermediate) * size
-        operator("products", num_bytes, 2 * pairs * one, len(model.mixtures))
+        touched = num_experts * (1 - (1 - model.experts_per_token / num_experts) ** n)
+        pairs = n * model.experts_per_token
+        one = count_expert(expert)
+        num_bytes = touched * one * weight_size + pairs * count_activations(expert) * size
+        operator("products", num_bytes, 2 * pairs * one, len(model.experts))
     if num_sampled:
         logits = num_sampled * config.vocab_size * size
         num_bytes = model.vocabulary_parameters * weight_size + logits
@@ -206,13 +218,12 @@ def step_cost(model: Model, machine: Machine, work: Iterable[tuple[int, int]], n
     # A query reads the keys up to its own: computed + 1, ..., computed + scheduled.
     keys_read = sum(computed + scheduled for computed, scheduled in sequences)
     keys_met = sum(scheduled * computed + scheduled * (scheduled + 1) // 2 for computed, scheduled in sequences)
-    num_attention = config.num_hidden_layers - len(model.delta_nets)
+    num_attention = config.num_hidden_layers - len(model.states)
     flops = 4 * num_attention * config.num_attention_heads * config.head_dim * keys_met
     operator("decode attention", (keys_read + n) * model.kv_bytes_per_token, flops)
-    if model.delta_nets:
+    if model.states:
         # A step reads and writes the state of each of its sequences once. A token takes four products with it.
-        states = sum(net.value_heads * net.key_dim * net.value_dim for net in model.delta_nets)
-        operator("states", 2 * len(sequences) * model.row_bytes, 8 * n * states)
+        operator("states", 2 * len(sequences) * model.row_bytes, 8 * n * sum(model.states))
     return total
 
 

@@ -32,7 +32,6 @@ from nanovllm.engine.scheduled_step import ScheduledStep
 from nanovllm.engine.sequence import Sequence
 from nanovllm.models.model_config import load_model_config
 from nanovllm.models.sizes import Sizes
-from nanovllm.quantized.formats import MADE_AT_LOAD
 from nanovllm.runner.resolve import resolve
 from nanovllm.text.tokenizer import Tokenizer
 from nanovllm.utils.checks import quote
@@ -68,14 +67,14 @@ def find_draft(
         sizes = Sizes(hf_config)
         if sizes.row_bytes(torch.float32):
             raise ValueError("it keeps a state for each sequence, which cannot take back the tokens of a wrong draft")
-        is_rounded = asked.quantization in MADE_AT_LOAD and not getattr(hf_config, "quantization_config", None)
+        has_own_format = bool(getattr(hf_config, "quantization_config", None))
         wanted = replace(
             asked,
             model=name,
             revision=None,
             lora=None,
             speculative_config=None,
-            quantization=asked.quantization if is_rounded else None,  # a checkpoint has its own format, or none
+            quantization=None if has_own_format else find_rounding(asked.quantization),
             pipeline_parallel_size=1,  # rank 0 of a pipeline has the whole draft model
             kvcache_block_size=config.block_size,
             **{name: getattr(config, name) for name in ALIKE},
@@ -95,6 +94,15 @@ def find_draft(
         "folder": None if folder is None or own.load_format == "dummy" else str(folder),
     }
     return replace(config, draft=draft)
+
+
+def find_rounding(quantization: str | None) -> str | None:
+    """Return the option `quantization` of a draft model that is not quantised: the model's, if it is made at load."""
+    if quantization is None:
+        return None
+    from nanovllm.quantized.formats import MADE_AT_LOAD
+
+    return quantization if quantization in MADE_AT_LOAD else None
 
 
 def read_draft(config: ResolvedConfig) -> tuple[ResolvedConfig, "PretrainedConfig", Path | None]:

@@ -19,7 +19,6 @@ import numpy as np
 
 from nanovllm.config import ResolvedConfig
 from nanovllm.drafts.costs import StepCosts, choose_num_drafts, measure_costs
-from nanovllm.drafts.draft_model import ModelDrafter
 from nanovllm.drafts.ngrams import NgramDrafter
 from nanovllm.engine.plan import IntArray
 from nanovllm.engine.rows import Rows
@@ -233,6 +232,8 @@ def start_speculation(
     if config.draft is None or runner.draft is None:
         drafter = NgramDrafter(options["prompt_lookup_min"], options["prompt_lookup_max"])
     else:
+        from nanovllm.drafts.draft_model import ModelDrafter
+
         sizes = (config.vocab_size, config.draft["config"]["vocab_size"])
         drafter = ModelDrafter(runner.draft, config.max_num_seqs, *sizes)
     return Speculation(scheduler, drafter, max_drafts, measure_costs(runner, config, max_drafts, runner.draft))

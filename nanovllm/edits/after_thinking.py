@@ -3,10 +3,10 @@
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING
 
-from nanovllm.parsing.thinking import ThinkingTokens
-
 if TYPE_CHECKING:
     from llguidance import LLMatcher
+
+    from nanovllm.parsing.thinking import ThinkingTokens
 
 Place = tuple["LLMatcher", int, list[int]]
 """A matcher, the row of the step's masks that it begins with, and the drafts after that row."""
@@ -18,7 +18,7 @@ class AfterThinking:
     Tokens of the thinking do not reach the grammar.
     """
 
-    def __init__(self, matcher: "LLMatcher", thinking: ThinkingTokens, prompt: Seq[int]) -> None:
+    def __init__(self, matcher: "LLMatcher", thinking: "ThinkingTokens", prompt: Seq[int]) -> None:
         """
         Args:
             matcher: stands at the start of the grammar.

@@ -10,12 +10,12 @@ from nanovllm.edits.bad_words import BadWord
 from nanovllm.edits.logit_edits import LateEdits, LogitEdits, PenaltyCounts, collect_edits, lacks_tokens
 from nanovllm.edits.row_edits import RowEdits
 from nanovllm.engine.scheduled_step import ScheduledStep
-from nanovllm.parsing.thinking import ThinkingTokens
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from nanovllm.edits.grammars import Grammars
+    from nanovllm.parsing.thinking import ThinkingTokens
 
 
 class Editing:
@@ -26,7 +26,7 @@ class Editing:
         config: ResolvedConfig,
         tokenizer: Tokenizer | None,
         eos_token_ids: Collection[int],
-        thinking: ThinkingTokens | None = None,
+        thinking: "ThinkingTokens | None" = None,
     ) -> None:
         """
         Args:

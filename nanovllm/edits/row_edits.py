@@ -12,12 +12,13 @@ import numpy as np
 from nanovllm.edits.after_thinking import AfterThinking
 from nanovllm.edits.bad_words import BadWord
 from nanovllm.engine.plan import IntArray
-from nanovllm.parsing.thinking import ThinkingTokens
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.integers import ceil_div
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
+
+    from nanovllm.parsing.thinking import ThinkingTokens
 
 _MOST = 1e30
 """Biases and penalties are cut here: beyond it they would have no other effect, and logits stay finite in float32."""
@@ -44,7 +45,7 @@ class RowEdits:
         stop_ids: Collection[int],
         vocab_size: int,
         matcher: "LLMatcher | None" = None,
-        thinking: ThinkingTokens | None = None,
+        thinking: "ThinkingTokens | None" = None,
     ) -> None:
         """
         Args:

@@ -1,6 +1,6 @@
 """Linear layers, sharded by output (column) or by input (row) features (Shoeybi et al. 2019, Megatron-LM)."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -27,6 +27,16 @@ class MatrixModule(ShardedLayer):
 
     weight: nn.Parameter
     packed: PackedMatrix | None = None
+
+    def list_matrices(self) -> tuple[nn.Parameter, ...]:
+        return (self.weight,)
+
+    def list_packed(self) -> Sequence[PackedMatrix]:
+        return () if self.packed is None else (self.packed,)
+
+    def set_packed(self, packed: Sequence[PackedMatrix], empty: nn.Parameter) -> None:
+        (self.packed,) = packed
+        self.weight = empty
 
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [n, in] -> x W^T + bias [n, out]."""

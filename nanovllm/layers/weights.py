@@ -1,8 +1,8 @@
 """How a layer says which part of which checkpoint tensor fills which of its parameters."""
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
@@ -45,9 +45,24 @@ NamedTargets = Iterator[tuple[str, WeightTarget]]
 class ShardedLayer(nn.Module):
     """A layer that may hold only a part of each parameter on each rank."""
 
-    def list_stacks(self) -> tuple[nn.Parameter, ...]:
-        """Return parameters [n, out, in] of n matrices each. A backend may pack each matrix in place after loading."""
+    def list_matrices(self) -> tuple[nn.Parameter, ...]:
+        """Return parameters [out, in], or [n, out, in] of n matrices each, that may be packed in another form.
+
+        A backend may pack each of the n matrices in place after loading.
+        """
         return ()
+
+    def list_packed(self) -> Sequence[Any]:
+        """Return the packed forms that are multiplied in place of `list_matrices()`; () if these are multiplied."""
+        return ()
+
+    def set_packed(self, packed: Sequence[Any], empty: nn.Parameter) -> None:
+        """Have packed forms multiplied in place of `list_matrices()`. The parameters become `empty`."""
+        raise NotImplementedError
+
+    def count_state(self) -> int:
+        """Return how many numbers a row's state has that each token is multiplied with; 0 without a state."""
+        return 0
 
     def weight_targets(self, path: str, names: Collection[str]) -> NamedTargets:
         """Yield (checkpoint name, target) of every tensor that the layer needs.
@@ -62,3 +77,19 @@ class ShardedLayer(nn.Module):
 def make_whole_target(view: Tensor, plus: float = 0.0) -> WeightTarget:
     """Return the target of a tensor that every rank holds entirely."""
     return WeightTarget(view, tuple(view.shape), (slice(None),) * view.dim(), plus)
+
+
+class Quantizer(Protocol):
+    """Gives one rank's model quantised matrices: a `ModelQuantizer`. In each method `model` is a decoder."""
+
+    def count_bytes(self, model: Any, itemsize: int) -> int:
+        """Return the memory of a model's weights, if those that are not quantised take `itemsize` bytes each."""
+
+    def list_matrices(self, model: Any) -> list[nn.Parameter]:
+        """Return the parameters that get no memory, because codes take their place."""
+
+    def find_targets(self, model: Any, names: Collection[str]) -> NamedTargets:
+        """Yield what `model.weight_targets` yields, with other targets where a matrix is quantised."""
+
+    def begin(self, model: Any) -> Any:
+        """Return the `Filling` that fills the matrices of a model once."""

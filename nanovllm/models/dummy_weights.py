@@ -1,19 +1,13 @@
 """Random weights, for measuring without a checkpoint: load_format="dummy"."""
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from nanovllm.layers.parallel import Parallel
+from nanovllm.layers.weights import Quantizer
 from nanovllm.models.decoder import Decoder
 
-if TYPE_CHECKING:
-    from nanovllm.quantized.loading import ModelQuantizer
 
-
-def fill_randomly(
-    model: Decoder, parallel: Parallel, quantizer: "ModelQuantizer | None", *, seed: int, std: float
-) -> None:
+def fill_randomly(model: Decoder, parallel: Parallel, quantizer: Quantizer | None, *, seed: int, std: float) -> None:
     """Fill matrices with normal numbers, norms with ones, and biases with zeros.
 
     Args:

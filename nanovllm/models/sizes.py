@@ -7,13 +7,13 @@ import torch
 
 from nanovllm.backends import Backend, CacheSize
 from nanovllm.layers.parallel import Parallel
+from nanovllm.layers.weights import Quantizer
 from nanovllm.models.model_config import find_decoder
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from nanovllm.models.decoder import Decoder
-    from nanovllm.quantized.loading import ModelQuantizer
 
 
 class Sizes:
@@ -37,7 +37,7 @@ class Sizes:
             self.model = (decoder or find_decoder(config))(config, Backend(), Parallel(0, size), 1)
         self.num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
 
-    def weight_bytes(self, dtype: torch.dtype, quantizer: "ModelQuantizer | None" = None) -> int:
+    def weight_bytes(self, dtype: torch.dtype, quantizer: Quantizer | None = None) -> int:
         """Return the memory of the weights. `dtype` is the type of those that are not quantised."""
         if quantizer is not None:
             return quantizer.count_bytes(self.model, dtype.itemsize)

@@ -3,12 +3,12 @@
 import logging
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import chain
 from pathlib import Path
 from threading import Thread
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from nanovllm.layers.parallel import Parallel
-from nanovllm.layers.weights import WeightTarget
+from nanovllm.layers.weights import Quantizer, WeightTarget
 from nanovllm.models.decoder import Decoder
 from nanovllm.models.model_config import is_headless, read_json
 from nanovllm.utils.checks import quote
@@ -24,13 +24,20 @@ from nanovllm.utils.checks import quote
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-    from nanovllm.models.lora import Adapter
-    from nanovllm.quantized.loading import ModelQuantizer
-
 logger = logging.getLogger(__name__)
 
 READ_AHEAD = 4 << 30
 """Bytes that a fast disk reads while Python imports."""
+
+
+class Merger(Protocol):
+    """Changes the tensors of a checkpoint while they are read: an adapter."""
+
+    def check_names(self, names: Collection[str]) -> None:
+        """Raise a ValueError unless the model has, by these names, all tensors that are to be changed."""
+
+    def merge(self, name: str, source: Any) -> Any:
+        """Return the tensor or slice object that is read in the place of `source`."""
 
 
 def allocate(model: Decoder, device: torch.device, but: Iterable[nn.Parameter] = ()) -> None:
@@ -120,10 +127,10 @@ def name_some(names: Iterable[str]) -> str:
 def load_weights(
     model: Decoder,
     parallel: Parallel,
-    quantizer: "ModelQuantizer | None",
+    quantizer: Quantizer | None,
     *,
     folder: Path,
-    adapter: "Adapter | None" = None,
+    adapter: Merger | None = None,
 ) -> None:
     """Fill the model from the folder's safetensors, one tensor at a time. Each rank reads only its own share.
 

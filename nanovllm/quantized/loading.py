@@ -1,25 +1,24 @@
-"""Fills a model with quantised matrices: each is quantised, or converted, as it is read."""
+"""Fills a model with quantised matrices: tensors become codes as they are read, whole modules are packed."""
 
 import logging
-from collections.abc import Callable, Collection, Iterator
+import math
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanovllm.backends import make_backend
 from nanovllm.config import ResolvedConfig
 from nanovllm.layers.embedding import LMHead, VocabParallelEmbedding
-from nanovllm.layers.linear import MatrixModule
-from nanovllm.layers.weights import NamedTargets, WeightTarget
+from nanovllm.layers.weights import NamedTargets, ShardedLayer, WeightTarget
 from nanovllm.models.decoder import Decoder
-from nanovllm.models.qwen3_moe.decoder import Experts, SparseMLP
 from nanovllm.models.weight_reader import materialize
-from nanovllm.quantized.checkpoints import find_format
-from nanovllm.quantized.codes import ELEMENTS_AT_A_TIME, Codes, quantize_int8
+from nanovllm.quantized.checkpoints import describe_format, find_format
+from nanovllm.quantized.codes import Codes, quantize_int8
 from nanovllm.quantized.formats import INT8, MADE_AT_LOAD, Format, RawTensors
 from nanovllm.quantized.torch_matrix import MatrixOperators
 from nanovllm.utils.checks import quote
@@ -28,9 +27,6 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 logger = logging.getLogger(__name__)
-
-UNKNOWN = -1
-"""The place of a column in an order that has not come."""
 
 Copy = Callable[[Tensor, Tensor], object]
 
@@ -72,6 +68,10 @@ class ModelQuantizer:
         """Return the memory of a model's weights, if those that are not quantised take `itemsize` bytes each."""
         return count_bytes(model, self.format, itemsize)
 
+    def describe(self) -> str:
+        """Return how the weights are stored, for a table: see `describe_format`."""
+        return describe_format(self.format, self._config.dtype)
+
     def announce(self, model: Decoder) -> None:
         """Log what a user should know of the format. `model` is the whole one."""
         if self.format.bits == 16:
@@ -85,14 +85,14 @@ class ModelQuantizer:
                 *(dtype, num_bytes / 2**30, int8_bytes / 2**30),
             )
             return
-        if self.format.rounds_inputs and any(isinstance(module, Experts) for module in model.modules()):
+        if self.format.rounds_inputs and any(weight.dim() > 2 for weight in self.list_matrices(model)):
             logger.info('the experts are multiplied as with quantization="int8": their inputs are not rounded')
         backend = make_backend(self._config.attention_backend, self._config.device)
         operators = backend.find_operators(MatrixOperators, "quantized")
         operators.warn(self.format)
 
     def list_matrices(self, model: Decoder) -> list[nn.Parameter]:
-        return [value for module in find_matrices(model, self.format).values() for value in find_weights(module)]
+        return [weight for module in find_matrices(model, self.format).values() for weight in module.list_matrices()]
 
     def begin(self, model: Decoder) -> "Filling":
         """Return what fills the matrices of a model once. Several may be begun, and not all need to be finished."""
@@ -106,20 +106,19 @@ class ModelQuantizer:
             yield name, target
 
 
-def find_matrices(model: Decoder, format: Format) -> dict[str, MatrixModule | Experts]:
-    """Return {path: module} of the modules whose matrices may be quantised: all but routers and embeddings.
+def find_matrices(model: Decoder, format: Format) -> dict[str, ShardedLayer]:
+    """Return {path: module} of the modules whose matrices may be quantised: all that list some, but embeddings.
 
     An embedding that is tied to the LM head may be, if the format quantises the head. It stands for both of them.
     """
-    found: dict[str, MatrixModule | Experts] = {}
+    found: dict[str, ShardedLayer] = {}
     if format.bits == 16:
         return found
-    routers = {module.gate for module in model.modules() if isinstance(module, SparseMLP)}
     for path, module in model.named_modules():
         if isinstance(module, VocabParallelEmbedding):
             if not model.tied if isinstance(module, LMHead) else model.tied and format.quantizes_head:
                 found[path] = module
-        elif isinstance(module, MatrixModule | Experts) and module not in routers:
+        elif isinstance(module, ShardedLayer) and module.list_matrices():
             found[path] = module
     return found
 
@@ -134,95 +133,48 @@ def count_bytes(model: Decoder, format: Format, itemsize: int) -> int:
     for module in find_matrices(model, format).values():
         if isinstance(module, LMHead) and not format.quantizes_head:
             continue  # a checkpoint may have it quantised, but few have
-        for weight in find_weights(module):
+        for weight in module.list_matrices():
             size = weight.shape[-1]
             row = size * format.bits // 8 + format.count_groups(size) * (4 + 2 * format.has_zeros)
             total += weight.numel() // size * (row - size * itemsize)
     return total
 
 
-def find_weights(module: MatrixModule | Experts) -> list[nn.Parameter]:
-    """Return the matrices of a module, without its bias."""
-    return [module.gate_up, module.down] if isinstance(module, Experts) else [module.weight]
-
-
-def view_rows(values: Tensor, view: Tensor) -> Tensor:
-    """Return the part of values [..., out, n] that belongs to a view of a parameter [..., out, in].
+def join_codes(parts: Sequence[Codes], parameter: nn.Parameter) -> Codes:
+    """Return the codes of a parameter [out, in], or [num_experts, out, in], in memory of their own.
 
     Args:
-        view: whole rows of the parameter.
+        parts: all parts of it, in the order of their rows. Rows of padding, which have no part, get zeros.
+
+    Raises:
+        ValueError: the parts have different formats, groups, or orders of columns. Experts may have different orders.
     """
-    size = view.shape[-1]
-    n = values.shape[-1]
-    strides = (stride // size * n for stride in view.stride()[:-1])
-    return values.as_strided((*view.shape[:-1], n), (*strides, 1), view.storage_offset() // size * n)
+    first = parts[0]
+    *outer, size = parameter.shape
+    orders = [part.order for part in parts if part.order is not None]
+    per_expert = len(parts) // outer[0] if len(outer) > 1 else len(parts)
+    are_alike = len({(part.bits, part.group_size, part.zeros is None, part.order is None) for part in parts}) == 1
+    if not are_alike or any(not torch.equal(order, orders[i - i % per_expert]) for i, order in enumerate(orders)):
+        raise ValueError("its format, its groups or the order of its columns differ from those of its neighbours")
+    num_lacking = math.prod(outer) - sum(part.scales[..., 0].numel() for part in parts)
+    if num_lacking != getattr(parameter, "padding", 0) // size:
+        raise RuntimeError(f"{num_lacking} rows of a quantised matrix have not been filled")
 
+    def join(values: Sequence[Tensor]) -> Tensor:
+        joined = torch.cat(tuple(values), -2)
+        if num_lacking:
+            joined = F.pad(joined, (0, 0, 0, num_lacking))
+        return joined.view(*outer, joined.shape[-1])
 
-class Assembly:
-    """The codes of one parameter, which the parts of it fill."""
-
-    def __init__(self, parameter: nn.Parameter, device: torch.device) -> None:
-        self._shape = parameter.shape
-        self._device = device
-        self.codes: Codes | None = None
-        self.missing = parameter.numel() - getattr(parameter, "padding", 0)
-        """Elements of the parameter that have not come."""
-
-    def put(self, view: Tensor, part: Codes) -> None:
-        """Copy the codes of a part.
-
-        Args:
-            view: the place of the part in the parameter, or in one expert's matrix.
-
-        Raises:
-            ValueError: other parts of the parameter have another format, or other groups.
-        """
-        codes = self.codes
-        if codes is None:
-            codes = self.codes = self._make_like(part)
-        alike = (part.bits, part.group_size, part.zeros is None) == (codes.bits, codes.group_size, codes.zeros is None)
-        if not alike or not self._takes_order(view, part.order):
-            raise ValueError("its format, its groups or the order of its columns differ from those of its neighbours")
-        for values, own in ((part.codes, codes.codes), (part.scales, codes.scales), (part.zeros, codes.zeros)):
-            if values is not None and own is not None:
-                view_rows(own, view).copy_(values)
-        self.missing -= view.numel()
-
-    def finish(self) -> Codes:
-        """Return the codes, all of whose parts have come."""
-        codes = self.codes
-        if codes is None or self.missing > 0:
-            raise RuntimeError(f"{self.missing} elements of a quantised matrix have not been filled")
-        if codes.zeros is not None and bool((codes.zeros == (0 if codes.bits == 8 else 8)).all()):
-            return replace(codes, zeros=None)
-        return codes
-
-    def _make_like(self, part: Codes) -> Codes:
-        """Return codes for the whole parameter, all zero, in the format of a part."""
-
-        def zeros(values: Tensor) -> Tensor:
-            return torch.zeros(*self._shape[:-1], values.shape[-1], dtype=values.dtype, device=self._device)
-
-        return Codes(
-            part.bits,
-            zeros(part.codes),
-            zeros(part.scales),
-            None if part.zeros is None else zeros(part.zeros),
-            part.group_size,
-            None if part.order is None else part.order.new_full((*self._shape[:-2], self._shape[-1]), UNKNOWN),
-        )
-
-    def _takes_order(self, view: Tensor, order: Tensor | None) -> bool:
-        """Note a part's order of columns. Return whether it is that of the other parts; each expert has its own."""
-        assert self.codes is not None
-        if order is None or self.codes.order is None:
-            return order is self.codes.order
-        own = self.codes.order
-        if own.dim() == 2:
-            own = own[view.storage_offset() // (self._shape[-2] * self._shape[-1])]
-        if own[0] == UNKNOWN:
-            own.copy_(order)
-        return torch.equal(own, order)
+    codes = join([part.codes for part in parts])
+    scales = join([part.scales for part in parts])
+    zeros = None
+    if first.zeros is not None:
+        zeros = join([part.zeros for part in parts if part.zeros is not None])
+        if bool((zeros == (0 if first.bits == 8 else 8)).all()):
+            zeros = None
+    order = torch.stack(orders[::per_expert]) if orders and len(outer) > 1 else first.order
+    return replace(first, codes=codes, scales=scales, zeros=zeros, order=order)
 
 
 class Filling:
@@ -238,8 +190,8 @@ class Filling:
         self.device = device
         self._model = model
         self._modules = find_matrices(model, format)
-        self._assemblies: dict[int, Assembly] = {}
-        """{id of a parameter: its codes}, for the parameters of which a part has come."""
+        self._parts: dict[int, dict[int, Codes]] = {}
+        """{id of a parameter: {place of a part in it: its codes}}, for the parameters of which a part has come."""
 
     def find_targets(self, names: Collection[str], attaches: bool = True) -> Iterator[tuple[str, str, WeightTarget]]:
         """Yield what `Decoder.module_targets` yields, with other targets where a matrix is quantised.
@@ -304,18 +256,19 @@ class Filling:
         self.attach_if_complete(path)
 
     def put(self, path: str, view: Tensor, part: Codes) -> None:
-        """Take the codes for a view of a parameter. ValueError if they do not go with those that have come."""
-        weights = find_weights(self._modules[path])
+        """Take the codes for a view of a parameter: for rows of it, or of one expert's matrix, or of every expert's."""
+        weights = self._modules[path].list_matrices()
         parameter = next(weight for weight in weights if view is weight or view._base is weight)
-        if id(parameter) not in self._assemblies:
-            self._assemblies[id(parameter)] = Assembly(parameter, self.device)
-        self._assemblies[id(parameter)].put(view, part)
+        self._parts.setdefault(id(parameter), {})[int(view.storage_offset())] = part
 
     def attach_if_complete(self, path: str) -> None:
         """Pack the matrices of a module of the model if all their parts have come."""
-        assemblies = [self._assemblies.get(id(weight)) for weight in find_weights(self._modules[path])]
-        if all(assembly is not None and assembly.missing <= 0 for assembly in assemblies):
-            self.attach(path, self._model.get_submodule(path), self._model)
+        for weight in self._modules[path].list_matrices():
+            parts = self._parts.get(id(weight), {}).values()
+            num_rows = sum(part.scales[..., 0].numel() for part in parts)
+            if not parts or num_rows * weight.shape[-1] < weight.numel() - getattr(weight, "padding", 0):
+                return
+        self.attach(path, self._model.get_submodule(path), self._model)
 
     def attach(self, path: str, module: nn.Module, model: Decoder) -> None:
         """Pack the matrices of the module at `path`, whose codes have all come.
@@ -323,31 +276,31 @@ class Filling:
         Args:
             module: gets them; it belongs to `model`.
         """
-        weights = find_weights(self._modules[path])
+        assert isinstance(module, ShardedLayer)
+        weights = self._modules[path].list_matrices()
         dtype = weights[0].dtype
-        codes = [self._assemblies.pop(id(weight)).finish() for weight in weights]
         empty = nn.Parameter(torch.empty(0, dtype=dtype, device=self.device), requires_grad=False)
         operators = model.backend.find_operators(MatrixOperators, "quantized")
-        if isinstance(module, Experts):
-            new = (operators.make_experts(each, dtype) for each in codes)
-            gate_up, down = map(operators.keep_place, module.packed or (None, None), new)
-            module.packed = (gate_up, down)
-            module.gate_up = module.down = empty
-            return
-        assert isinstance(module, MatrixModule)
-        matrix = operators.make_matrix(codes.pop(), dtype, self.format.rounds_inputs)
-        matrix = operators.keep_place(module.packed, matrix)
+        packed: list[Any] = []
+        for weight, old in zip(weights, module.list_packed() or (None,) * len(weights), strict=True):
+            parts = self._parts.pop(id(weight))
+            codes = join_codes([parts[place] for place in sorted(parts)], weight)
+            parts.clear()
+            if weight.dim() > 2:
+                new: Any = operators.make_experts(codes, dtype)
+            else:
+                new = operators.make_matrix(codes, dtype, self.format.rounds_inputs)
+            packed.append(operators.keep_place(old, new))
         is_shared = model.tied and module is model.embed_tokens
         for owner in (module, model.lm_head) if is_shared else (module,):
-            owner.packed = matrix
-            owner.weight = empty
+            owner.set_packed(packed, empty)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RoundedTarget(WeightTarget):
     """A place for codes, which are made of a tensor of 16 or 32 bits by rounding, or come as codes.
 
-    The scale is that of the whole row, also where ranks share it. So whole rows are read, a few at a time.
+    The scale is that of the whole row, also where ranks share it. So whole rows are read.
     """
 
     filling: Filling
@@ -355,44 +308,15 @@ class RoundedTarget(WeightTarget):
     attaches: bool
 
     def fill(self, source: Any, copy: Copy) -> None:
-        rows, columns = find_place(self)
+        *experts, rows, columns = self.slices
+        assert isinstance(rows, slice) and isinstance(columns, slice)
         if isinstance(source, Codes):
-            self.filling.put(self.path, self.view, source.take_rows(rows).take_columns(columns))
-        elif self.view.dim() == 2:
-            self._round(self.view, source)
+            part = source.take_rows(rows)
         else:
-            for i, matrix in enumerate(self.view):
-                self._round(matrix, source, i)
+            part = quantize_int8(source[(*experts, rows, slice(None))].to(self.filling.device))
+        self.filling.put(self.path, self.view, part.take_columns(columns))
         if self.attaches:
             self.filling.attach_if_complete(self.path)
-
-    def _round(self, view: Tensor, source: Any, *expert: int) -> None:
-        _, columns = find_place(self)
-        for rows, part in split_rows(self, view):
-            values = source[*expert, rows, :].to(self.filling.device)
-            self.filling.put(self.path, part, quantize_int8(values).take_columns(columns))
-
-
-def find_place(target: WeightTarget) -> tuple[slice, slice]:
-    """Return the rows and columns of the checkpoint's matrix, or of each expert's, that belong to a target."""
-    rows, columns = target.slices[-2:]
-    assert isinstance(rows, slice) and isinstance(columns, slice)
-    return rows, columns
-
-
-def split_rows(target: WeightTarget, view: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Yield the rows of a target a few at a time (ELEMENTS_AT_A_TIME): those of the checkpoint's matrix, and a view.
-
-    A matrix without rows, as the last of many ranks may have of the vocabulary, has one part without rows.
-
-    Args:
-        view: the target's matrix, or that of one expert.
-    """
-    first = find_place(target)[0].start or 0
-    height = max(1, ELEMENTS_AT_A_TIME // target.shape[-1])
-    parts = view.split(height)  # type: ignore[no-untyped-call]
-    for begin, part in zip(count(first, height), parts, strict=False):
-        yield slice(begin, begin + len(part)), part
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -422,13 +346,8 @@ class RawTarget(WeightTarget):
         try:
             weights: Any = self.filling.format.convert(self.come, *self.matrix.shape)
             self.come.clear()
-            if isinstance(self.matrix, RoundedTarget):
-                self.matrix.fill(weights, copy)
-                return
-            if isinstance(weights, Codes):
+            if isinstance(weights, Codes) and not isinstance(self.matrix, RoundedTarget):
                 weights = weights.dequantize()  # of a router, which is not quantised here, however it was stored
-            _, columns = find_place(self.matrix)
-            for rows, part in split_rows(self.matrix, self.matrix.view):
-                part.copy_(weights[rows, columns])
+            self.matrix.fill(weights, Tensor.copy_)
         except ValueError as error:
             raise ValueError(f"{self.prefix}: {error}") from None

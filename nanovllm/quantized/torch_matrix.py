@@ -2,18 +2,20 @@
 
 import logging
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from nanovllm.layers.linear import PackedMatrix
-from nanovllm.models.qwen3_moe.decoder import PackedExperts
-from nanovllm.models.qwen3_moe.ops import Routing
 from nanovllm.quantized.codes import ELEMENTS_AT_A_TIME, Codes
 from nanovllm.quantized.dynamic import multiply_rounded
 from nanovllm.quantized.formats import Format
+
+if TYPE_CHECKING:
+    from nanovllm.models.qwen3_moe.decoder import PackedExperts
+    from nanovllm.models.qwen3_moe.ops import Routing
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +56,7 @@ class TorchExperts:
         self._codes = codes
         self._matrices = [TorchMatrix(codes.take_expert(i), dtype) for i in range(len(codes.codes))]
 
-    def multiply(self, x: Tensor, routing: Routing, gather: bool) -> Tensor:
+    def multiply(self, x: Tensor, routing: "Routing", gather: bool) -> Tensor:
         rows = x[routing.tokens.long()] if gather else x
         y = rows.new_zeros(len(rows), self._codes.out_features)
         for matrix, (begin, end) in zip(self._matrices, pairwise(routing.offsets.tolist()), strict=True):
@@ -76,7 +78,7 @@ class MatrixOperators:
         """Return a matrix. If it rounds its inputs, it is multiplied in whole numbers. Else they keep their type."""
         return DynamicMatrix(codes, dtype) if rounds_inputs else TorchMatrix(codes, dtype)
 
-    def make_experts(self, codes: Codes, dtype: torch.dtype) -> PackedExperts:
+    def make_experts(self, codes: Codes, dtype: torch.dtype) -> "PackedExperts":
         """Return the matrices of one projection of all experts."""
         return TorchExperts(codes, dtype)
 

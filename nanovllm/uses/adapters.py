@@ -19,6 +19,7 @@ from weakref import WeakMethod, proxy
 from nanovllm.engine.interrupt import HoldInterrupt
 from nanovllm.engine.llm_engine import OPEN_RUN, LLMEngine
 from nanovllm.engine.sequence import Request, Sequence
+from nanovllm.inputs import LoRARequest
 from nanovllm.models.hub import as_path
 from nanovllm.models.lora import check_files
 from nanovllm.models.weight_reader import stamp_checkpoint
@@ -26,7 +27,6 @@ from nanovllm.runner.renewal import Renewal
 from nanovllm.uses.admission import put_in_order
 from nanovllm.utils.checks import quote, refuse
 from nanovllm.utils.digests import digest_adapter
-from nanovllm.vllm_names import LoRARequest
 
 logger = logging.getLogger(__name__)
 

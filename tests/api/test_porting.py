@@ -17,9 +17,14 @@ from helpers.tiny import make_tokenizer
 import nanovllm
 from nanovllm import LLM, SamplingParams, StructuredOutputsParams
 from nanovllm.config import EngineConfig
+from nanovllm.ported import NAMES
 from nanovllm.sampling_params import GuidedDecodingParams
-from nanovllm.vllm_names import ARGUMENTS, HINTS, NAMES, OPTIONS, SAMPLING, translate_names
+from nanovllm.utils.foreign_names import translate_names
+from nanovllm.vllm_names import ACCEPTED, ADVICE
 
+OPTIONS = ACCEPTED["LLM"]
+SAMPLING = ACCEPTED["SamplingParams"]
+ARGUMENTS = ACCEPTED["methods"]
 PAGE = (ROOT / "docs" / "porting.md").read_text()
 MARK = "†"
 A, B = map(make_tokenizer().token_to_id, "ab")
@@ -119,7 +124,7 @@ def test_the_page_lists_every_name_of_vllms_that_is_taken() -> None:
 
 
 def test_a_missing_name_says_what_to_do_instead_wherever_a_script_looks_for_it(llm: LLM) -> None:
-    for name, advice in HINTS.items():
+    for name, advice in ADVICE.items():
         if name != "tokenizer":  # only as an option
             with pytest.raises(AttributeError) as error:
                 getattr(llm, name)
@@ -234,7 +239,7 @@ def test_what_would_be_lost_is_not_left_out_but_done_otherwise() -> None:
         for name, value in fields.items():
             with pytest.raises(ValueError, match=f"^{what}: {name}, which vLLM has, is not supported here") as error:
                 translate_names({name: value}, what)
-            assert str(error.value).endswith(HINTS[name]) and "leave" not in str(error.value)
+            assert str(error.value).endswith(ADVICE[name]) and "leave" not in str(error.value)
             assert translate_names({name: None}, what) == {}, "None asks for the default"
 
 
@@ -319,7 +324,7 @@ def test_arguments_of_methods_are_answered_as_options_are(method: str, llm: LLM)
     positional = {"score": ["a", "b"], "sleep": [], "wake_up": []}.get(method, ["a"])
     call: Any = getattr(llm, method)
     for name in ARGUMENTS.keys() - signature(call).parameters.keys():
-        if name in HINTS:
+        if name in ADVICE:
             with pytest.raises(ValueError, match=re.escape(f"{method}: {name}, which vLLM has, is not supported here")):
                 call(*positional, **{name: ["x"]})
     with pytest.raises(TypeError, match=f"{method} has no option 'anything'; the options are"):

@@ -73,9 +73,8 @@ def test_fifty_drawn_settings_show_the_numbers_of_the_command_that_the_page_name
 def count_activations(model: Model, running: int) -> float:
     """Return the bytes that the benchmark counts beside weights, states and the keys and values that are read."""
     numbers = sum(count * sum(shape) for shape, count in model.matrices.items()) + 2 * model.config.vocab_size
-    for mixture in model.mixtures:
-        _, hidden, intermediate = mixture.experts.down.shape
-        numbers += mixture.k * (2 * hidden + 3 * intermediate)
+    for gate_up, down in model.experts:
+        numbers += model.experts_per_token * (sum(gate_up.shape) + sum(down.shape))
     return running * (numbers * model.dtype.itemsize + model.kv_bytes_per_token)
 
 

@@ -47,7 +47,7 @@ def test_planning_needs_no_torch(module: str) -> None:
 
 
 ROOMS = (
-    ("__main__",),
+    ("__main__", "ported"),
     ("commands",),
     ("jobs", "lm_eval"),
     ("ray",),
@@ -62,12 +62,12 @@ ROOMS = (
     ("models",),
     ("backends",),
     ("parsing", "ops", "layers"),
-    ("vllm_names",),
     ("engine",),
-    ("config", "text"),
-    ("sampling_params", "outputs", "inputs"),
+    ("config", "text", "inputs"),
+    ("sampling_params", "outputs"),
     ("version",),
     ("utils",),
+    ("vllm_names",),
 )
 """From the top down; those of one line know nothing of each other. Imports within functions, and for types alone, may
 run upwards: that is how a device, a family or a wing is loaded when it is asked for."""
@@ -77,12 +77,12 @@ WINGS = (
     *("models.diagnosis", "models.dummy_weights", "models.lora", "models.shapes"),
     *("models.qwen3_5", "models.qwen3_5_moe", "models.qwen3_moe"),
     *("engine.scoring", "parsing", "quantized", "ray", "runner.renewal", "runner.targets", "text.conversations"),
-    *("uses", "utils.work_ahead", "view", "vllm_names"),
+    *("uses", "utils.work_ahead", "view", "ported"),
 )
 """Rooms and files that load when they are asked for. Every other file belongs to the spine."""
 
 ASKED_BY = {
-    "vllm_names": ("nanovllm", "config", "sampling_params"),  # for a name or a value that is not ours
+    "ported": ("nanovllm",),  # for a name that is not ours
     "engine.scoring": ("engine.scheduler",),  # for a request that scores or embeds
     "runner.targets": ("runner.model_runner",),
 }

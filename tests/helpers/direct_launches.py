@@ -305,7 +305,7 @@ def quantize(runner: ModelRunner, bits: int, group_size: int | None) -> None:
 
     for module in runner.model.modules():
         if isinstance(module, Experts):
-            module.packed = tuple(TritonExperts(make_codes(*stack.shape)) for stack in module.list_stacks())
+            module.packed = tuple(TritonExperts(make_codes(*stack.shape)) for stack in module.list_matrices())
         elif isinstance(module, MatrixModule) and (module is not runner.model.embed_tokens or runner.model.tied):
             module.packed = TritonMatrix(make_codes(*module.weight.shape), runner.dtype)
 

@@ -80,7 +80,7 @@ class CpuBackend(Backend):
             if is_embedding and module.packed is None:
                 module.packed = PlainRows(self.library, module.weight.data, self.scratch)
             if isinstance(module, ShardedLayer):
-                for weight in filter(packs_in_place, module.list_stacks()):
+                for weight in filter(packs_in_place, module.list_matrices()):
                     for matrix in weight:
                         self.library.pack(matrix, in_place=True)
 
@@ -158,8 +158,8 @@ def _is_wide(weight: Tensor) -> bool:
 
 
 def packs_in_place(weight: Tensor) -> bool:
-    """Return whether the experts' matrices weight [num_experts, out, in] take no more memory packed than unpacked."""
-    return weight.shape[1] % PANEL == 0 and weight.shape[2] % 2 == 0
+    """Return whether these are matrices of experts, [num_experts, out, in], that packing does not enlarge."""
+    return weight.dim() == 3 and weight.shape[1] % PANEL == 0 and weight.shape[2] % 2 == 0
 
 
 def gather_rows(library: CpuLibrary, x: Tensor, indices: Tensor, scratch: Scratch) -> Tensor:

@@ -2,6 +2,7 @@
 
 import functools
 import logging
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -11,11 +12,13 @@ from nanovllm.backends.cpu.huge_pages import huge_pages, return_freed_memory
 from nanovllm.backends.cpu.library import PANEL, KernelLibrary, cpu_library, open_library, read_constant
 from nanovllm.backends.cpu.scratch import Scratch
 from nanovllm.layers.linear import PackedMatrix
-from nanovllm.models.qwen3_moe.ops import Routing
 from nanovllm.quantized.codes import Codes
 from nanovllm.quantized.formats import Format
 from nanovllm.quantized.torch_matrix import MatrixOperators
 from nanovllm.utils.integers import ceil_div
+
+if TYPE_CHECKING:
+    from nanovllm.models.qwen3_moe.ops import Routing
 
 logger = logging.getLogger(__name__)
 
@@ -108,7 +111,7 @@ class CpuMatrix(PackedCodes):
 class CpuExperts(PackedCodes):
     """The quantised matrices of experts, [num_experts, out, in]."""
 
-    def multiply(self, x: Tensor, routing: Routing, gather: bool) -> Tensor:
+    def multiply(self, x: Tensor, routing: "Routing", gather: bool) -> Tensor:
         """Multiply pairs by the matrices of their experts. See `grouped_linear_reference`."""
         rows = gather_rows(cpu_library(), x, routing.tokens, self.scratch) if gather else x.contiguous()
         y = self.scratch.empty(len(rows), self.sizes[1], dtype=x.dtype)

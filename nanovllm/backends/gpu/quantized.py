@@ -1,7 +1,7 @@
 """Quantised matrices on a GPU: the Triton kernel multiplies by their codes as they are."""
 
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -13,10 +13,12 @@ from nanovllm.backends.gpu.quantized_linear import (
     make_arrivals,
     quantized_linear,
 )
-from nanovllm.models.qwen3_moe.ops import Routing
 from nanovllm.quantized.codes import Codes
 from nanovllm.quantized.formats import Format
 from nanovllm.quantized.torch_matrix import MatrixOperators, TorchMatrix
+
+if TYPE_CHECKING:
+    from nanovllm.models.qwen3_moe.ops import Routing
 
 
 class TritonMatrix(TorchMatrix):
@@ -61,7 +63,7 @@ class TritonExperts:
             )
         self._codes = transpose_scales(codes)
 
-    def multiply(self, x: Tensor, routing: Routing, gather: bool) -> Tensor:
+    def multiply(self, x: Tensor, routing: "Routing", gather: bool) -> Tensor:
         """Do what `grouped_linear_reference` does."""
         return grouped_quantized(x, self._codes, routing, gather)
 

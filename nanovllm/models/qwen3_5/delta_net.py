@@ -82,6 +82,9 @@ class DeltaNet(ShardedLayer):
         out = self.operators.gated_delta(qkv, gates, self.a_log, self.dt_bias, state.recurrent, inputs)
         return self.out_proj(self.operators.gated_rms_norm(out, z, self.norm, self.eps))  # type: ignore[no-any-return]
 
+    def count_state(self) -> int:
+        return self.value_heads * self.key_dim * self.value_dim
+
     def weight_targets(self, path: str, names: Collection[str]) -> NamedTargets:
         shape = (self.all_channels, 1, len(self.conv))
         offset = 0

@@ -2,16 +2,13 @@
 
 import logging
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 
 from nanovllm.backends import make_backend
 from nanovllm.config import DEFAULT_NUM_SEQS, EngineConfig, ResolvedConfig
+from nanovllm.layers.weights import Quantizer
 from nanovllm.models.sizes import Sizes
-
-if TYPE_CHECKING:
-    from nanovllm.quantized.loading import ModelQuantizer
 
 logger = logging.getLogger(__name__)
 
@@ -20,7 +17,7 @@ def resolve_states(
     asked: EngineConfig,
     config: ResolvedConfig,
     sizes: Sizes,
-    quantizer: "ModelQuantizer | None",
+    quantizer: Quantizer | None,
     gpu_memory: int | None = None,
 ) -> ResolvedConfig:
     """Return the configuration of a model with a state per row: see `Decoder.resolve_options`."""

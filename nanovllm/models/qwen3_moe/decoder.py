@@ -3,7 +3,7 @@
 It computes the same numbers as transformers' modeling_qwen3_moe.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -57,8 +57,17 @@ class Experts(ShardedLayer):
         self.gate_up = nn.Parameter(torch.empty(num_experts, 2 * length, hidden), requires_grad=False)
         self.down = nn.Parameter(torch.empty(num_experts, hidden, length), requires_grad=False)
 
-    def list_stacks(self) -> tuple[nn.Parameter, ...]:
-        return (self.gate_up, self.down) if self.packed is None else ()
+    def list_matrices(self) -> tuple[nn.Parameter, ...]:
+        return self.gate_up, self.down
+
+    def list_packed(self) -> Sequence[PackedExperts]:
+        return self.packed or ()
+
+    def set_packed(self, packed: Sequence[PackedExperts], empty: nn.Parameter) -> None:
+        gate_up, down = packed
+        self.packed = (gate_up, down)
+        self.gate_up = empty
+        self.down = empty
 
     def weight_targets(self, path: str, names: Collection[str]) -> NamedTargets:
         """See `ShardedLayer`. Either one tensor holds gate and up of all experts, gate first, or each has its own."""
@@ -78,6 +87,13 @@ class Experts(ShardedLayer):
             for name, view in (("gate_proj", gate), ("up_proj", up)):
                 yield f"{path}.{i}.{name}.weight", WeightTarget(view, (size, hidden), (mine, everything))
             yield f"{path}.{i}.down_proj.weight", WeightTarget(down, (hidden, size), (everything, mine))
+
+
+class Router(ColumnParallelLinear):
+    """The matrix that chooses the experts of each token. It is never quantised: a small error chooses others."""
+
+    def list_matrices(self) -> tuple[nn.Parameter, ...]:
+        return ()
 
 
 class SparseMLP(nn.Module):
@@ -106,7 +122,7 @@ class SparseMLP(nn.Module):
         hidden: int = config.hidden_size
         parts = [Part("gate", num_experts, 0, num_experts)]  # each rank holds the whole router
         parts += [Part(name, 1, 0, 1) for name in gates]
-        self.gate = ColumnParallelLinear(hidden, parts, bias=False)
+        self.gate = Router(hidden, parts, bias=False)
         self.experts = Experts(num_experts, hidden, config.moe_intermediate_size, parallel)
 
     def forward(self, x: Tensor, inputs: StepInputs) -> Tensor:
