@@ -272,7 +272,8 @@ def make_scheduler(
         return scheduler, []
     from nanovllm.view.trace import Trace
 
-    return scheduler, [Trace(config.trace, config.device, scheduler, tokenizer)]
+    take_spans = getattr(runner, "take_spans", tuple)
+    return scheduler, [Trace(config.trace, config.device, scheduler, tokenizer, take_spans)]
 
 
 def load_parser(config: ResolvedConfig, tokenizer: Tokenizer | None) -> "AnswerParser | None":

@@ -20,7 +20,7 @@ from nanovllm.layers.weights import ShardedLayer
 from nanovllm.ops.attention import KVCache
 from nanovllm.ops.norm_rope_store import NormRope
 from nanovllm.ops.sample import Sampled
-from nanovllm.ops.step_inputs import DevicePlan, StepInputs, empty_step_inputs
+from nanovllm.ops.step_inputs import StepInputs, empty_step_inputs
 from nanovllm.ops.token_logprobs import TokenLogprobs
 from nanovllm.utils.machine import torch_in_one_thread
 
@@ -63,7 +63,7 @@ class CpuBackend(Backend):
         config = runner.config
         if config.num_ranks > 1 or config.enforce_eager:
             return super().make_steps(runner)
-        return RecordedSteps(config.max_num_seqs)
+        return RecordedSteps(runner)
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         return self.library.zeros(shape, dtype)
@@ -127,10 +127,19 @@ class CpuBackend(Backend):
         self.library.call("attend", q.dtype, q, *cache, tables, inputs.cu_seqlens, inputs.seq_lens, out, *sizes)
         return out
 
-    def step_inputs(self, planned: DevicePlan, block_tables: Tensor, last_token: Tensor, block_size: int) -> StepInputs:
-        made = empty_step_inputs(planned, block_tables.shape[1], self.scratch.empty)
-        sizes = (len(planned.rows), len(last_token) - 1, block_tables.shape[1], block_size)
-        given = (planned.rows, planned.num_computed, planned.num_scheduled, planned.token_ids, block_tables, last_token)
+    def step_inputs(
+        self,
+        rows: Tensor,
+        num_computed: Tensor,
+        num_scheduled: Tensor,
+        token_ids: Tensor,
+        block_tables: Tensor,
+        last_token: Tensor,
+        block_size: int,
+    ) -> StepInputs:
+        made = empty_step_inputs(rows, len(token_ids), block_tables.shape[1], self.scratch.empty)
+        sizes = (len(rows), len(last_token) - 1, block_tables.shape[1], block_size)
+        given = (rows, num_computed, num_scheduled, token_ids, block_tables, last_token)
         results = (made.token_ids, made.positions, made.slots, made.cu_seqlens, made.seq_lens, made.block_tables)
         self.library.call("step_inputs", None, *given, *results, *sizes)
         return made

@@ -64,8 +64,7 @@ def launch_steps(runner: "ModelRunner") -> None:
         runner.caches = runner.make_caches(1)
         for plan in plans:
             unscored = plan._replace(num_scored=np.zeros_like(plan.num_scored), targets=plan.targets[:0])
-            packed = runner.staging.buffer[: unscored.packed_size]
-            runner.run_head(runner.run_layers(unscored, packed, EAGER))
+            runner.run_head(runner.run_layers(unscored, EAGER))
         for size in sizes:
             graphs.run_once(size)
     runner.caches = []
