@@ -43,8 +43,7 @@ class StageParallel(Parallel):
     """One rank of a pipeline. It shares no layer with another rank, so the layers' collectives do nothing."""
 
     def __init__(self, group: GroupParallel) -> None:
-        super().__init__(ranks_per_device=group.ranks_per_device)
-        self.number = group.rank
+        super().__init__(group.rank, ranks_per_device=group.ranks_per_device)
         self.raise_failure = group.raise_failure
         self._group = group
 

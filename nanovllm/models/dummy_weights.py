@@ -6,6 +6,7 @@ import torch
 
 from nanovllm.layers.parallel import Parallel
 from nanovllm.models.decoder import Decoder
+from nanovllm.models.weight_names import find_targets
 
 if TYPE_CHECKING:
     from nanovllm.quantized.loading import ModelQuantizer
@@ -21,9 +22,9 @@ def fill_randomly(
         seed: the seed of rank 0. Each rank has one of its own.
         std: the standard deviation of the numbers.
     """
-    biases = [target.view for name, target in model.weight_targets() if name.endswith(".bias")]
+    biases = [target.view for name, target in find_targets(model) if name.endswith(".bias")]
     device = model.cos_sin.device
-    generator = torch.Generator(device=device).manual_seed(seed + parallel.number)
+    generator = torch.Generator(device=device).manual_seed(seed + parallel.rank)
     filling = None if quantizer is None else quantizer.begin(model)
     for name, parameter in list(model.named_parameters()):
         parallel.raise_failure()

@@ -17,6 +17,7 @@ from nanovllm.layers.linear import MatrixModule
 from nanovllm.layers.weights import NamedTargets, WeightTarget
 from nanovllm.models.decoder import Decoder
 from nanovllm.models.qwen3_moe.decoder import Experts, SparseMLP
+from nanovllm.models.weight_names import find_module_targets
 from nanovllm.models.weight_reader import materialize
 from nanovllm.quantized.checkpoints import find_format
 from nanovllm.quantized.codes import ELEMENTS_AT_A_TIME, Codes, quantize_int8
@@ -99,7 +100,7 @@ class ModelQuantizer:
         return Filling(self.format, model, self._device)
 
     def find_targets(self, model: Decoder, names: Collection[str]) -> NamedTargets:
-        """Yield what `model.weight_targets` yields, with other targets where a matrix is quantised."""
+        """Yield what `weight_names.find_targets` yields, with other targets where a matrix is quantised."""
         filling = self.begin(model)
         filling.allocate_others(names)
         for _, name, target in filling.find_targets(names):
@@ -242,12 +243,12 @@ class Filling:
         """{id of a parameter: its codes}, for the parameters of which a part has come."""
 
     def find_targets(self, names: Collection[str], attaches: bool = True) -> Iterator[tuple[str, str, WeightTarget]]:
-        """Yield what `Decoder.module_targets` yields, with other targets where a matrix is quantised.
+        """Yield what `find_module_targets` yields, with other targets where a matrix is quantised.
 
         Args:
             attaches: whether a module of the model is packed as soon as it is complete.
         """
-        for path, name, target in self._model.module_targets(names):
+        for path, name, target in find_module_targets(self._model, names):
             inner = target
             if path in self._modules and target.view.dim() > 1:
                 place = (target.view, target.shape, target.slices)
@@ -272,7 +273,7 @@ class Filling:
         if self.format.quantizes_head:
             return  # all matrices are quantised
         quantized: dict[str, dict[str, bool]] = {path: {} for path in self._modules}
-        for path, name, target in self._model.module_targets(names):
+        for path, name, target in find_module_targets(self._model, names):
             if path in self._modules and target.view.dim() > 1:
                 quantized[path][name] = bool(self._find_tensors(name, target, names))
         for path, found in quantized.items():

@@ -258,8 +258,7 @@ class ModelRunner:
         with torch.device("meta"), default_dtype(self.dtype):
             self.model = self.decoder(self.hf_config, self.backend, self.parallel, self.config.max_model_len)
         allocate(self.model, self.device, () if quantizer is None else quantizer.list_matrices(self.model))
-        cos_sin = self.model.make_angles(self.hf_config, self.config.max_model_len)
-        self.model.cos_sin = cos_sin.to(self.device)
+        self.model.cos_sin = self.model.cos_sin.to(self.device)
         self.backend.prepare_weights(parameter for parameter in self.model.parameters() if not parameter.is_meta)
         self._read_weights(self.model)
         self.backend.pack_weights(self.model.modules())

@@ -29,7 +29,7 @@ def compile_kernels(runner: "ModelRunner", runs_on_fake_tensors: bool) -> None:
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    is_rank_0 = runner.parallel.number == 0
+    is_rank_0 = runner.parallel.rank == 0
     runner.parallel.sends_nothing = True
     try:
         with compile_launches(show_progress=is_rank_0), FakeTensorMode(allow_non_fake_inputs=True):
