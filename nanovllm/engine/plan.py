@@ -16,13 +16,14 @@ from nanovllm.outputs import Logprob
 IntArray = NDArray[np.int32]
 FloatArray = NDArray[np.float32]
 
+SAMPLER_COLUMNS = (("temperature", "<f4"), ("top_k", "<i4"), ("top_p", "<f4"), ("min_p", "<f4"))
+"""(name, type) of each field of `SamplingParams` that the sampler reads on the device. `SamplingParams` has the
+defaults."""
+
 ROW_SAMPLING = np.dtype(
     [
         ("row", "<i4"),
-        ("temperature", "<f4"),
-        ("top_k", "<i4"),
-        ("top_p", "<f4"),
-        ("min_p", "<f4"),
+        *SAMPLER_COLUMNS,
         ("seed_low", "<u4"),
         ("seed_high", "<u4"),
         ("num_logprobs", "<i4"),

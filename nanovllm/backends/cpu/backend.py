@@ -1,7 +1,9 @@
 """Our C++ kernels for the CPU, compiled on first use; and the packed weights and the memory that they work on."""
 
+import re
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,13 +21,20 @@ from nanovllm.layers.embedding import LMHead, VocabParallelEmbedding
 from nanovllm.layers.weights import ShardedLayer
 from nanovllm.ops.attention import KVCache
 from nanovllm.ops.norm_rope_store import NormRope
-from nanovllm.ops.sample import Sampled
+from nanovllm.ops.sample import Sampled, SamplingValues
 from nanovllm.ops.step_inputs import StepInputs, empty_step_inputs
 from nanovllm.ops.token_logprobs import TokenLogprobs
 from nanovllm.utils.machine import torch_in_one_thread
 
 if TYPE_CHECKING:
     from nanovllm.runner.model_runner import ModelRunner
+
+
+def find_sampling_values() -> tuple[str, ...]:
+    """Return the fields of `SamplingValues` that the kernel reads: `request.top_k` in sample.h reads top_k."""
+    read = re.findall(r"\brequest\.(\w+)", Path(__file__).with_name("sample.h").read_text())
+    values = {"seeds" if name.startswith("seed_") else name for name in read}
+    return tuple(name for name in SamplingValues._fields if name in values)
 
 
 class CpuBackend(Backend):
@@ -39,7 +48,7 @@ class CpuBackend(Backend):
     dtypes = (torch.bfloat16, torch.float32)
     head_dims = tuple(range(2 * LANES, MAX_HEAD_DIM + 1, 2 * LANES))
     groups = range(1, 48 + 1)
-    sampling_values = ("temperature", "top_k", "top_p", "min_p", "seeds")
+    sampling_values = find_sampling_values()
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         super().__init__(device)
