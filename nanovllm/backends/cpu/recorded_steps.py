@@ -48,7 +48,7 @@ class RecordedSteps(Steps):
         self._recordings: dict[tuple[StepPart, int], tuple[RecordedCalls, Any]] = {}
         """{part and size of a step: its calls, and the tensors that they write, always at the same addresses}."""
         self._layers: Any = None
-        """What the layers of the current step have returned."""
+        """Holds what the layers of the current step have returned."""
 
     def replay(self, part: StepPart, size: int) -> Any:
         if part == "layers":
