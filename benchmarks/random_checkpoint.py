@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from nanovllm.models.model_config import load_model_config
 from nanovllm.models.shapes import PRESETS, preset_config
 from nanovllm.models.sizes import Sizes
+from nanovllm.models.weight_names import find_targets
 from nanovllm.quantized.checkpoints import ScaledFloat8, find_format
 from nanovllm.quantized.formats import Format
 
@@ -74,7 +75,7 @@ def write_random_checkpoint(config: dict[str, Any], format_name: str, folder: Pa
     size = 0
     num_files = 0
     model = Sizes(hf_config).model
-    for name, tensor in _draw_tensors({name: target.shape for name, target in model.weight_targets()}, format):
+    for name, tensor in _draw_tensors({name: target.shape for name, target in find_targets(model)}, format):
         if size + tensor.nbytes > SHARD and shard:
             save_file(shard, folder / f"model-{num_files}.safetensors")
             shard = {}

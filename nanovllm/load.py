@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.config import EngineConfig, ResolvedConfig
@@ -19,7 +20,13 @@ from nanovllm.engine.llm_engine import LLMEngine, ModelFacts
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.layers.parallel import Parallel
 from nanovllm.models.hub import find_folder, find_model
-from nanovllm.models.model_config import find_decoder, load_model_config, read_json, take_text_config
+from nanovllm.models.model_config import (
+    find_decoder,
+    find_family,
+    load_model_config,
+    read_json,
+    take_text_config,
+)
 from nanovllm.models.sizes import Sizes
 from nanovllm.models.weight_reader import has_lm_head, load_weights, read_ahead, stamp_checkpoint
 from nanovllm.runner.kv_memory import make_cache
@@ -186,7 +193,11 @@ def resolve_options(
         if gpu_memory is None:
             quantizer.announce(sizes.model)
         config = replace(config, quantization=quantizer.format.name)
-    return find_decoder(hf_config).resolve_options(asked, config, sizes, quantizer, gpu_memory)
+    family = find_family(hf_config)
+    if family.resolve is None:
+        return config
+    resolved: ResolvedConfig = resolve_name(family.resolve)(asked, config, sizes, quantizer, gpu_memory)
+    return resolved
 
 
 def load_runner(
@@ -234,10 +245,13 @@ def make_runner(
             from nanovllm.models.lora import Adapter
 
             adapter = Adapter(config.lora)
-        fill = partial(load_weights, parallel=parallel, quantizer=quantizer, folder=weights, adapter=adapter)
+        unread = find_family(hf_config).unread
+        fill = partial(
+            load_weights, parallel=parallel, quantizer=quantizer, folder=weights, unread=unread, adapter=adapter
+        )
     runner = runner_class(config, hf_config, fill, parallel, quantizer, find_decoder(hf_config))
     # If the ranks do not share each layer, rank 0 alone has the draft model.
-    if config.draft is not None and (parallel.number == 0 or parallel.size > 1):
+    if config.draft is not None and (parallel.rank == 0 or parallel.size > 1):
         from nanovllm.drafts.draft_model import read_draft
 
         runner.draft = make_runner(*read_draft(config), parallel)
@@ -272,7 +286,8 @@ def make_scheduler(
         return scheduler, []
     from nanovllm.view.trace import Trace
 
-    return scheduler, [Trace(config.trace, config.device, scheduler, tokenizer)]
+    take_spans = getattr(runner, "take_spans", tuple)
+    return scheduler, [Trace(config.trace, config.device, scheduler, tokenizer, take_spans)]
 
 
 def load_parser(config: ResolvedConfig, tokenizer: Tokenizer | None) -> "AnswerParser | None":

@@ -1,22 +1,23 @@
-"""Runs the parts of a step. Here each part runs eagerly. A device may record a part once, and then replay it."""
+"""Recordings of steps. A device may record the work of a step in which every sequence computes one token, and replay it
+in later steps. Here nothing is recorded: every step runs eagerly."""
 
-from collections.abc import Callable
-from typing import Literal, TypeVar
+from typing import Any, Literal
 
 from nanovllm.engine.plan import StepPlan
 from nanovllm.utils.clock import Clock
 
-T = TypeVar("T")
 StepPart = Literal["layers", "head"]
 """The two parts of a step: the model's layers; then LM head and sampler."""
 
 
 class Steps:
-    """Runs the parts of steps eagerly. A subclass records the parts of steps in which every sequence computes one
-    token, and replays them.
+    """Replays steps in which every sequence computes one token. This class has no recording: every step runs eagerly.
 
     `CudaGraphs` (on a GPU) records the sizes of `graph_batch_sizes` when the KV cache is made. `RecordedSteps` (with
-    the C++ kernels) records a size when the first step of this size runs. A size is a number of sequences.
+    the C++ kernels) records a size when the first step of this size runs. A size is a number of sequences. What is
+    recorded are the calls `ModelRunner.forward_decodes` and `ModelRunner.sample_decodes`. They depend on the size
+    alone, and read the same addresses in each step: the staging buffer, the tables of `DeviceRows`, the caches and the
+    weights. The second one also reads the results of the first one.
 
     Attributes:
         most_seqs: the most sequences of a step that can be replayed; 0 if none can.
@@ -28,18 +29,13 @@ class Steps:
         """Return the plan, filled up to a size that can be replayed. Here nothing is replayed, so the plan stays."""
         return plan
 
-    def run(self, part: StepPart, size: int, work: Callable[[], T]) -> T:
-        """Run a part of a step of `size` sequences, and return its results.
+    def replay(self, part: StepPart, size: int) -> Any:
+        """Run a part of a step of `size` sequences, at most `most_seqs`. The plan is in the staging buffer.
 
-        Args:
-            work: computes the part, and returns its results. Each step has its own `work` function. All the
-                functions for one part and one size read the same addresses: the staging buffer, the tables of
-                `DeviceRows`, the caches and the weights. The functions of the head also read the results of the
-                layers. So one recording can stand for all functions of a part and a size.
-                `RecordedSteps` records the first `work` of a size. `CudaGraphs` records earlier, without any `work`: it
-                calls `ModelRunner.forward` and `sample_decodes`, which compute the same.
+        Returns:
+            What `forward_decodes` or `sample_decodes` returns. It is overwritten when the part runs again.
         """
-        return work()
+        raise RuntimeError("no step is recorded")
 
     def renew(self) -> None:
         """Call this when weights may have moved in memory. On a GPU they never move."""

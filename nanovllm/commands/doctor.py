@@ -111,8 +111,8 @@ def read_processor() -> tuple[str, set[str]]:
 
 def name_device(device: torch.device) -> str:
     """Return the name of a GPU; of a CPU also how many hardware threads this process may use."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
+    if device.type != "cpu":
+        return str(torch.get_device_module(device.type).get_device_name(device))
     num_cpus = sum(len(core) for cores in list_sockets() for core in cores)
     return f"{read_processor()[0]}, {num_cpus} CPUs"
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.backends import Backend, make_backend
+from nanovllm.backends.devices import DEVICES
 from nanovllm.config import ResolvedConfig
 from nanovllm.layers.linear import MatrixModule
 from nanovllm.layers.weights import ShardedLayer
@@ -263,17 +264,13 @@ def ideal_steps(
         running = [sequence for sequence in running + started if sequence[1] > 0]
 
 
-MEASURED = {"cpu": (512 << 20, (2048, 6144, 1024)), "cuda": (4 << 30, (8192, 8192, 8192))}
-"""For each type of device: the bytes that are copied and read, and the sizes m, n and k of the product."""
-
-
 def measure_machine(device: torch.device, dtype: torch.dtype) -> Machine:
     """Measure a large copy, a large sum and a large product in dtype; each rate is the best of a few tries.
 
     The product is also tried in float32, which is faster if the device has no instructions for dtype.
     """
     backend = make_backend("torch", device)
-    num_bytes, (m, n, k) = MEASURED[device.type]
+    num_bytes, (m, n, k) = DEVICES[device.type].measured
     source = torch.ones(num_bytes // 4, device=device)
     target = torch.empty_like(source)
     copy_rate = 2 * num_bytes / _best_seconds(functools.partial(target.copy_, source), backend)

@@ -9,7 +9,7 @@ rank r         +-> launch ------ all-reduce, gather                  +------> la
 
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -25,6 +25,7 @@ from nanovllm.distributed.follower_group import FollowerGroup
 from nanovllm.distributed.pipeline import FirstStage, StageParallel, StageRunner
 from nanovllm.distributed.rank_commands import DRAFT, as_bytes, pack_command
 from nanovllm.distributed.ring import pack_plan
+from nanovllm.distributed.stages import StageSpan
 from nanovllm.engine.interfaces import Handle, StepEdits
 from nanovllm.engine.plan import StepPlan, StepResult
 from nanovllm.engine.rows import Rows, RowTable
@@ -134,10 +135,12 @@ class LeadingRunner:
                 self.local = make_runner(parallel, runner_class)
                 self._first: ModelRunner | FirstStage = self.local
                 self.choose_running: Callable[[RowTable], Rows] | None = None  # see `Scheduler.choose_running`
+                self.take_spans: Callable[[], Iterable[StageSpan]] = tuple  # see `Trace`
                 self.draft: ModelRunner | LeadingDraft | None = self.local.draft
                 if isinstance(self.local, StageRunner):
                     self._first = FirstStage(self.local, self._parallel, spans)
                     self.choose_running = self._first.choose_running
+                    self.take_spans = self._first.take_spans
                 elif self.local.draft is not None:
                     self.draft = LeadingDraft(self.local.draft, self._followers)
                 self._followers.wait_until("loaded")

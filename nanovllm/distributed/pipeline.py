@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,15 +21,14 @@ from nanovllm.distributed.collectives import GroupParallel
 from nanovllm.distributed.stage_decoder import make_stage_decoder
 from nanovllm.distributed.stages import StageSpan, choose_ready, choose_stages
 from nanovllm.engine.interfaces import Handle, StepEdits
-from nanovllm.engine.plan import SAMPLING_COLUMNS, StepPlan, StepResult
+from nanovllm.engine.plan import StepPlan, StepResult
 from nanovllm.engine.rows import Rows, RowTable
 from nanovllm.layers.parallel import Parallel
 from nanovllm.models.decoder import Decoder
-from nanovllm.ops.step_inputs import DevicePlan, StepInputs
+from nanovllm.ops.step_inputs import StepInputs
 from nanovllm.runner.head_inputs import HeadInputs
 from nanovllm.runner.model_runner import ModelRunner
-from nanovllm.runner.step_handle import DeviceResult, StepHandle
-from nanovllm.runner.targets import find_targets
+from nanovllm.runner.step_handle import StepHandle
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -44,8 +43,7 @@ class StageParallel(Parallel):
     """One rank of a pipeline. It shares no layer with another rank, so the layers' collectives do nothing."""
 
     def __init__(self, group: GroupParallel) -> None:
-        super().__init__(ranks_per_device=group.ranks_per_device)
-        self.number = group.rank
+        super().__init__(group.rank, ranks_per_device=group.ranks_per_device)
         self.raise_failure = group.raise_failure
         self._group = group
 
@@ -72,7 +70,6 @@ class StageInputs:
         self.hidden = torch.zeros(num_seqs, hidden_size, dtype=dtype, device=device)
         self._rows = torch.full((num_seqs,), num_seqs, dtype=torch.int32, device=device)
         self._positions = torch.zeros(num_seqs, dtype=torch.int32, device=device)
-        self._sampling = torch.zeros(num_seqs, len(SAMPLING_COLUMNS), dtype=torch.int32, device=device)
 
     def keep(self, head: HeadInputs, num_tokens: int) -> HeadInputs:
         """Return a graph's outputs, copied: the hidden states of the first num_tokens, rows and positions."""
@@ -85,18 +82,16 @@ class StageInputs:
         Args:
             hidden: [n, hidden], without the step's padding.
         """
-        assert head.sampling is not None, "the first part has kept no sampling values"
         size = len(head.rows)
         self.hidden[: len(hidden)].copy_(hidden)
         self._rows[:size].copy_(head.rows)
         self._positions[:size].copy_(head.positions)
-        self._sampling[:size].copy_(head.sampling)
-        hidden, rows, positions, sampling = self.view(size)
-        return head._replace(hidden=hidden, rows=rows, positions=positions, sampling=sampling)
+        hidden, rows, positions = self.view(size)
+        return head._replace(hidden=hidden, rows=rows, positions=positions)
 
-    def view(self, size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return the arguments of `ModelRunner.sample_hidden` for the first `size` samples, as views of this memory."""
-        return self.hidden[:size], self._rows[:size], self._positions[:size], self._sampling[:size]
+    def view(self, size: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the hidden states, rows and positions of the first `size` samples, as views of this memory."""
+        return self.hidden[:size], self._rows[:size], self._positions[:size]
 
 
 class StageRunner(ModelRunner):
@@ -133,63 +128,72 @@ class StageRunner(ModelRunner):
         self._sent: deque[Any] = deque()
         """Transfers that may still be under way, with their tensors."""
 
-    def count_transfer_bytes(self, num_tokens: int) -> int:
+    def launch(self, plan: StepPlan, edits: StepEdits | None = None) -> StepHandle:
+        """See `ModelRunner.launch`. A stage does it to measure its memory, with the tensors that its links may hold."""
         num_transfers = self.config.depth + 3  # sends of the plans in the ring, and receives for two
-        hidden: int = self.hf_config.hidden_size
-        return num_transfers * num_tokens * hidden * self.dtype.itemsize
+        shape = (num_transfers, plan.num_tokens, self.hf_config.hidden_size)
+        in_transfer = torch.empty(shape, dtype=self.dtype, device=self.device)
+        handle = super().launch(plan, edits)
+        del in_transfer
+        return handle
 
-    def run_stage(self, plan: StepPlan) -> tuple[HeadInputs, Steps]:
+    def run_stage(self, plan: StepPlan) -> "Front":
         """Run the plan's layers of this stage, and send the result to the next stage; the last one sends to rank 0."""
         self._num_plans += 1
         with self.computing():
             steps = self.choose_steps(plan)
             padded = steps.pad(plan)
-            packed = self.send(padded)
+            *_, entries, new_rows = torch.split(self.staging.send(padded.arrays()), padded.lengths)
+            self.device_rows.add_blocks(entries)
             if not self.stage.is_first:
                 self._received = self.receive(plan.num_tokens, self._group.rank - 1, self._num_plans)
             since = time.perf_counter()
-            if steps is EAGER:
-                # The staging buffer belongs to the next plan soon, and the second part of this one comes later.
-                head = self.run_layers(padded, packed.clone(), steps)
-            else:
+            if steps is not EAGER and self._received is not None:
                 assert self.inputs is not None
-                if self._received is not None:
-                    self.inputs.hidden[: plan.num_tokens].copy_(self._received)
-                head = self.inputs.keep(self.run_layers(padded, packed, steps), plan.num_tokens)
+                self.inputs.hidden[: plan.num_tokens].copy_(self._received)
+            head = self.run_layers(padded, steps)
             self._received = None
-            if self.stage.is_first:
-                head = head._replace(sampling=self.device_rows.sampling[head.rows])
+            # The second part of the step comes later. The next plan overwrites the staging buffer soon, and the next
+            # step what a graph has written.
+            head = head._replace(rows=head.rows.clone())
+            if steps is not EAGER:
+                assert self.inputs is not None
+                head = self.inputs.keep(head, plan.num_tokens)
             if not self.stage.is_last:
                 self._send(head.hidden, self._group.rank + 1)
             elif count_wanted(plan):
                 self._send(self._choose_wanted(head), 0)
             self.note("layers", since, self._num_plans)
-        return head, steps
+        return Front(head, steps, new_rows.clone())
 
-    def forward(self, planned: DevicePlan) -> tuple[StepInputs, Tensor]:
-        """See `ModelRunner.forward`. The model takes what the stage before has sent.
+    def forward(self, plan: StepPlan) -> tuple[StepInputs, Tensor]:
+        """See `ModelRunner.forward`. The model takes what the stage before has sent."""
+        self._hand_to_model(self._received, plan.num_tokens)
+        return super().forward(plan)
 
-        A graph reads it from `inputs`. A step that only measures or compiles has received nothing: it takes zeros.
-        """
-        if not self.stage.is_first:
-            num_tokens = len(planned.token_ids)
-            x = self._received
-            if planned.seq_lens_cpu is None and self.inputs is not None:  # what is recorded has no lengths on the host
-                x = self.inputs.hidden[:num_tokens]
-            elif x is None:
-                x = torch.zeros(num_tokens, self.hf_config.hidden_size, dtype=self.dtype, device=self.device)
-            self.model.received = x
-        return super().forward(planned)
+    def forward_decodes(self, num_seqs: int) -> tuple[StepInputs, Tensor]:
+        """See `ModelRunner.forward_decodes`. A graph reads from `inputs` what the stage before has sent."""
+        self._hand_to_model(None if self.inputs is None else self.inputs.hidden[:num_seqs], num_seqs)
+        return super().forward_decodes(num_seqs)
 
-    def run_head(self, head: HeadInputs, edits: StepEdits | None = None, steps: Steps = EAGER) -> DeviceResult:
+    def _hand_to_model(self, x: Tensor | None, num_tokens: int) -> None:
+        """Give the model the output of the stage before. A step that only measures or compiles has none: zeros do."""
+        if self.stage.is_first:
+            return
+        if x is None:
+            x = torch.zeros(num_tokens, self.hf_config.hidden_size, dtype=self.dtype, device=self.device)
+        self.model.received = x
+
+    def run_head(self, head: HeadInputs, edits: StepEdits | None = None, steps: Steps = EAGER) -> StepHandle:
         """See `ModelRunner.run_head`. Only the first stage has a head."""
-        return super().run_head(head, edits, steps) if self.has_head else DeviceResult()
+        return super().run_head(head, edits, steps) if self.has_head else StepHandle(head.plan)
 
     def sample_decodes(self, inputs: StepInputs, hidden: Tensor) -> Tensor:
         """See `ModelRunner.sample_decodes`. The hidden states come from the last stage, when later steps have begun."""
         if self.inputs is None:
             return super().sample_decodes(inputs, hidden)
-        return self.sample_hidden(*self.inputs.view(len(inputs.rows)))
+        hidden, rows, positions = self.inputs.view(len(inputs.rows))
+        return self.sampler.sample(self.model.compute_logits(hidden), rows, positions)
 
     def receive(self, num_rows: int, rank: int, number: int) -> Tensor:
         """Wait for [num_rows, hidden] of plan `number` from another rank. Over NCCL only the device waits."""
@@ -212,9 +216,9 @@ class StageRunner(ModelRunner):
     def _choose_wanted(self, head: HeadInputs) -> Tensor:
         """Return the hidden states that want logits, [n, hidden]: those that score, then those that sample."""
         plan = head.plan
-        if head.sample_indices is None and not len(plan.targets):
+        if head.sample_indices is None and head.target_indices is None:
             return head.hidden
-        parts = [head.hidden[self.backend.to_device(find_targets(plan))]] if len(plan.targets) else []
+        parts = [] if head.target_indices is None else [head.hidden[self.backend.to_device(head.target_indices)]]
         if plan.num_sampled.any():
             parts.append(head.hidden if head.sample_indices is None else head.hidden[head.sample_indices])
         return torch.cat(parts)
@@ -236,6 +240,20 @@ def count_wanted(plan: StepPlan) -> int:
     return len(plan.targets) + num_sampled
 
 
+class Front(NamedTuple):
+    """A step whose first part a stage has launched: what the second part needs.
+
+    Attributes:
+        steps: runs the step.
+        new_rows: the plan's new_rows on the device. Other steps begin between the two parts, and a row may have a new
+            owner by then. So only the second part writes sampling values into the table of the first stage.
+    """
+
+    head: HeadInputs
+    steps: Steps
+    new_rows: Tensor
+
+
 class PipelineHandle:
     """A step whose first part was launched on rank 0.
 
@@ -255,10 +273,12 @@ class PipelineHandle:
         with stage.runner.backend.on_device():
             self.stopwatch = stage.runner.backend.make_stopwatch()
             self.stopwatch.start()
-            self.head, self.steps = stage.runner.run_stage(plan)
+            self.front = stage.runner.run_stage(plan)
             self.stopwatch.stop()
-        if self.steps is EAGER:  # the hidden states are sent, so their memory is free for others
-            self.head = self.head._replace(hidden=self.head.hidden.new_empty(0, self.head.hidden.shape[1]))
+        head = self.front.head
+        if self.front.steps is EAGER:  # the hidden states are sent, so their memory is free for others
+            head = head._replace(hidden=head.hidden.new_empty(0, head.hidden.shape[1]))
+            self.front = self.front._replace(head=head)
         self.back: StepHandle | None = None
 
     def result(self) -> StepResult:
@@ -267,7 +287,8 @@ class PipelineHandle:
             self._stage.launch_back()
         result = self.back.result()
         _, seconds = self.stopwatch.read()
-        return replace(result, device_seconds=seconds, spans=self._stage.take_spans(self.number))
+        self._stage.read_number = self.number
+        return replace(result, device_seconds=seconds)
 
 
 class FirstStage:
@@ -297,12 +318,17 @@ class FirstStage:
         self._drawn_by = np.zeros(runner.config.max_num_seqs + 1)
         """By row, that of padding included: the number of the last plan that has the row. What is launched after the
         back of that plan finds the row's last token. Infinity for edited rows: the host must know their tokens."""
+        self._is_edited = np.zeros(len(self._drawn_by), bool)
+        """By row, whether the logits of its owner are edited."""
+        self.read_number = 0
+        """The number of the plan whose result was read last."""
 
     def launch(self, plan: StepPlan, edits: StepEdits | None = None) -> Handle:
         """Launch the front of a step and, if tokens are handed over, the back that comes after it."""
         self._num_plans += 1
         handle = PipelineHandle(self, self._num_plans, plan, edits)
-        self._drawn_by[handle.head.plan.rows] = np.where(handle.head.asked["is_edited"], np.inf, self._num_plans)
+        self._is_edited[plan.new_rows["row"]] = plan.new_rows["is_edited"]
+        self._drawn_by[plan.rows] = np.where(self._is_edited[plan.rows], np.inf, self._num_plans)
         self._fronts.append(handle)
         if self._hands_tokens_over and len(self._fronts) == self._num_stages:
             self.launch_back()
@@ -318,31 +344,31 @@ class FirstStage:
         self._num_backs += 1
         runner = self.runner
         with runner.computing():
-            hidden = handle.head.hidden[:0]
+            head, steps, new_rows = handle.front
+            runner.device_rows.move_in(new_rows, head.plan.new_rows)
+            hidden = head.hidden[:0]
             if handle.num_wanted:
                 hidden = runner.receive(handle.num_wanted, self._num_stages - 1, handle.number)
             since = time.perf_counter()
             stopwatch = runner.backend.make_stopwatch()
             stopwatch.start()
-            head = self._take_hidden(handle, hidden)
-            device_result = runner.run_head(head, handle.edits, handle.steps)
-            handle.back = StepHandle(head.plan, device_result, stopwatch, runner.backend)
+            handle.back = runner.run_head(self._take_hidden(head, hidden, steps), handle.edits, steps)
+            handle.back.start_reading(stopwatch, runner.backend)
             runner.note("head", since, handle.number)
 
-    def _take_hidden(self, handle: PipelineHandle, hidden: Tensor) -> HeadInputs:
+    def _take_hidden(self, head: HeadInputs, hidden: Tensor, steps: Steps) -> HeadInputs:
         """Return what the head of a step needs, with the hidden states that have come: those that want logits."""
-        head = handle.head
-        if handle.steps is not EAGER:
+        if steps is not EAGER:
             assert self.runner.inputs is not None
             return self.runner.inputs.fill(head, hidden)
         num_scored = len(head.plan.targets)
         sample_indices = torch.arange(num_scored, len(hidden), device=hidden.device)
         return head._replace(hidden=hidden, target_indices=np.arange(num_scored), sample_indices=sample_indices)
 
-    def take_spans(self, number: int) -> list[StageSpan]:
-        """Return the spans that were reported since the last call, with plans counted from plan `number`."""
+    def take_spans(self) -> list[StageSpan]:
+        """Return the spans that were reported since the last call, with plans counted from the one read last."""
         spans = []
         while self._spans:
             span = self._spans.popleft()
-            spans.append(span._replace(plan=span.plan - number))
+            spans.append(span._replace(plan=span.plan - self.read_number))
         return spans

@@ -11,7 +11,7 @@ import numpy as np
 import xxhash
 
 from nanovllm.config import ResolvedConfig
-from nanovllm.engine.plan import NUM_PER_SEQ, ROW_SAMPLING, IntArray, StepPlan
+from nanovllm.engine.plan import IntArray, StepPlan
 
 NUM_SLOTS = 4
 """The fewest slots of a ring."""
@@ -32,18 +32,12 @@ T = TypeVar("T")
 
 def pack_plan(plan: StepPlan) -> IntArray:
     """Return the plan as one int32 array: a header of counts, then its arrays one after another."""
-    counts = (plan.num_seqs, plan.num_tokens, len(plan.targets), len(plan.block_entries), len(plan.new_rows))
-    return np.concatenate((np.array(counts, np.int32), *plan.arrays()))
+    return np.concatenate((np.array(plan.counts, np.int32), *plan.arrays()))
 
 
 def unpack_plan(packed: IntArray) -> StepPlan:
     """Return the plan that `pack_plan` packed; its arrays are views of `packed`."""
-    num_seqs, num_tokens, num_targets, num_entries, num_new_rows = packed[:HEADER].tolist()
-    rest = [num_tokens, num_targets, 3 * num_entries, num_new_rows * ROW_SAMPLING.itemsize // 4]
-    lengths = [num_seqs] * NUM_PER_SEQ + rest
-    ends = (HEADER + np.cumsum(lengths)).tolist()
-    parts = [packed[end - n : end] for end, n in zip(ends, lengths, strict=True)]
-    return StepPlan.from_arrays(parts)
+    return StepPlan.unpack(packed[HEADER:], packed[:HEADER].tolist())
 
 
 def make_anonymous_file() -> int:

@@ -1,11 +1,11 @@
 """The decoder of one stage of a pipeline: some of the layers of a model, and what its stage has beside them."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from nanovllm.backends import Backend
+from nanovllm.backends import Backend, LayerCache
 from nanovllm.distributed.stages import Stage
 from nanovllm.layers.parallel import Parallel
 from nanovllm.models.decoder import Decoder
@@ -27,6 +27,7 @@ def make_stage_decoder(decoder: type[Decoder], stage: Stage) -> type[Decoder]:
         Attributes:
             received: [num_tokens, hidden], from the stage before. The runner sets it before each step; the first
                 stage embeds the tokens instead.
+            elsewhere: prefixes of names of tensors. Other stages read the tensors with these names.
         """
 
         received: Tensor
@@ -45,10 +46,15 @@ def make_stage_decoder(decoder: type[Decoder], stage: Stage) -> type[Decoder]:
                 setattr(self, name, None)
             self.elsewhere = tuple(absent)
 
-        def embed(self, inputs: StepInputs) -> Any:
-            return super().embed(inputs) if stage.is_first else self.received
-
-        def finish(self, x: Tensor, residual: Tensor) -> Any:
-            return super().finish(x, residual) if stage.is_last else torch.add(x, residual)
+        def forward(self, inputs: StepInputs, caches: list[LayerCache]) -> Tensor:
+            """Compute the hidden states of all tokens, [num_tokens, hidden], as the next stage takes them."""
+            x = self.embed_tokens(inputs.token_ids) if stage.is_first else self.received
+            residual = None
+            for layer, cache in zip(self.layers, caches, strict=True):
+                x, residual = layer(x, residual, self.cos_sin, cache, inputs)
+            assert residual is not None
+            if not stage.is_last:
+                return torch.add(x, residual)
+            return self.backend.add_rms_norm(x, residual, self.norm, self.eps)[0]  # type: ignore[no-any-return]
 
     return StageDecoder

@@ -40,7 +40,8 @@ class StageSpan(NamedTuple):
 
     Attributes:
         name: "layers" or "head" while it computes, "receive" while it waits for another rank.
-        plan: the number of the plan. In a `StepResult` it counts from the result's own plan: 1 is the next one.
+        plan: the number of the plan. From `FirstStage.take_spans` it counts from the plan that was read last: 1 is the
+            next one.
         start, seconds: by `time.perf_counter`, which all processes of a machine share.
     """
 

@@ -109,8 +109,7 @@ def follow(start: dict[str, Any], meeting: Path, send: Callable[..., None]) -> N
     ring = make_ring(config, start["ring_fd"])
     os.close(start["ring_fd"])
     device = torch.device(config.device)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    torch.get_device_module(device.type).set_device(device)
     is_pipeline = config.pipeline_parallel_size > 1
     group = GroupParallel(start["rank"], config.num_ranks, config.distributed_backend, device, is_pipeline)
     hf_config = load_model_config(start["hf_config"], "rank 0")

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from nanovllm.config import EngineConfig, ResolvedConfig
 from nanovllm.drafts.costs import PlanRunner
 from nanovllm.engine.interfaces import Handle
-from nanovllm.engine.plan import IntArray, StepPlan
+from nanovllm.engine.plan import LAST_TOKEN, NO_ENTRIES, NO_LOGPROBS, NO_NEW_ROWS, NO_TARGETS, IntArray, StepPlan
 from nanovllm.engine.scheduled_step import ScheduledStep
 from nanovllm.engine.sequence import Sequence
 from nanovllm.models.model_config import load_model_config
@@ -190,7 +190,7 @@ class ModelDrafter:
             # Prefix hits, found for the model, are in this cache, too: so minimum() below takes the model's count.
             self._num_computed[new_rows["row"]] = np.iinfo(np.int32).max
             new_rows = new_rows.copy()
-            new_rows["num_logprobs"] = -1  # none are wanted for drafts
+            new_rows["num_logprobs"] = NO_LOGPROBS
             new_rows["is_edited"] = False
         starts = np.minimum(self._num_computed[plan.rows], plan.num_computed)
         order = np.argsort(ends - starts > 1, kind="stable")  # decodes first
@@ -199,7 +199,7 @@ class ModelDrafter:
         tokens = array("i")
         spans = np.stack((plan.rows, starts, ends, plan_starts, plan_ends), 1)[order]
         for row, start, end, plan_start, plan_end in spans.tolist():
-            if (seq := seq_by_row.get(row)) is not None:  # the plan may have -1 for tokens that were sampled
+            if (seq := seq_by_row.get(row)) is not None:  # the plan may have LAST_TOKEN for it
                 tokens += seq.token_ids[start:end]
             else:
                 tokens.frombytes(plan.token_ids[plan_start:plan_end].tobytes())
@@ -213,7 +213,7 @@ class ModelDrafter:
             num_sampled=num_sampled,
             num_scored=np.zeros_like(num_sampled),
             token_ids=token_ids,
-            targets=np.empty(0, np.int32),
+            targets=NO_TARGETS,
             new_rows=new_rows,
         )
         return order[num_sampled > 0], self._runner.launch(first)
@@ -221,5 +221,14 @@ class ModelDrafter:
     def _plan_decodes(self, rows: IntArray, num_computed: IntArray) -> StepPlan:
         """Return the plan of a pass that computes the draft drawn last for each of some rows, and draws the next."""
         ones = np.ones_like(rows)
-        nothing = np.empty(0, np.int32)
-        return StepPlan.from_arrays([rows, num_computed, ones, ones, 0 * ones, -ones, nothing, nothing, nothing])
+        return StepPlan(
+            rows=rows,
+            num_computed=num_computed,
+            num_scheduled=ones,
+            num_sampled=ones,
+            num_scored=np.zeros_like(rows),
+            token_ids=np.full_like(rows, LAST_TOKEN),
+            targets=NO_TARGETS,
+            block_entries=NO_ENTRIES,
+            new_rows=NO_NEW_ROWS,
+        )

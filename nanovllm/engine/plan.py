@@ -4,6 +4,7 @@ data."""
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,16 +16,17 @@ from nanovllm.outputs import Logprob
 IntArray = NDArray[np.int32]
 FloatArray = NDArray[np.float32]
 
+SAMPLER_COLUMNS = (("temperature", "<f4"), ("top_k", "<i4"), ("top_p", "<f4"), ("min_p", "<f4"))
+"""(name, type) of each field of `SamplingParams` that the sampler reads on the device. `SamplingParams` has the
+defaults."""
+
 ROW_SAMPLING = np.dtype(
     [
         ("row", "<i4"),
-        ("temperature", "<f4"),
-        ("top_k", "<i4"),
-        ("top_p", "<f4"),
-        ("min_p", "<f4"),
+        *SAMPLER_COLUMNS,
         ("seed_low", "<u4"),
         ("seed_high", "<u4"),
-        ("num_logprobs", "<i4"),  # -1: none asked for
+        ("num_logprobs", "<i4"),
         ("num_prompt_logprobs", "<i4"),
         ("is_edited", "<i4"),  # 1: its logits are edited before a token is sampled
     ]
@@ -36,28 +38,22 @@ The 32 bits of a float stand in this table as an integer. docs/architecture.md s
 SAMPLING_COLUMNS = {name: column for column, name in enumerate(ROW_SAMPLING.names or ())}
 """{a field of ROW_SAMPLING: its column in a table of packed sampling values, int32 [num_rows, all fields]}."""
 
-NUM_PER_SEQ = 5
-"""How many arrays of a `StepPlan` have one element per sequence: rows, num_computed, num_scheduled, num_sampled and
-num_scored. They come first, then token_ids."""
-
+# What -1 means, by the array that has it. The kernels of the backends know these values, too.
+LAST_TOKEN = -1
+"""A value of `StepPlan.token_ids`: the token that the device sampled last for the row."""
+FAILED = -1
+"""A value of `StepResult.token_ids`: the logits were not a valid distribution."""
 EMBED = -1
 """A value of `StepPlan.targets`: it asks for the hidden state of the prompt's last token, and not for a score."""
+NO_LOGPROBS = -1
+"""A value of num_logprobs and num_prompt_logprobs in ROW_SAMPLING: the request asks for none."""
+NOWHERE = -1
+"""A value of `StepInputs.slots` (ops/step_inputs.py): the token is padding, and its keys and values are not stored."""
 
 
-def make_padding(num_seqs: int, row: int) -> IntArray:
-    """Return the first arrays of a plan whose sequences are all dummies. Each computes one token, with id 0.
-
-    A CUDA graph has a fixed number of sequences. A step with fewer sequences is filled up with dummies. All dummies
-    use one row that belongs to no sequence.
-
-    Returns:
-        int32 [NUM_PER_SEQ + 1, num_seqs]: the arrays with one element per sequence, then token_ids.
-    """
-    arrays = np.zeros((NUM_PER_SEQ + 1, num_seqs), np.int32)
-    rows, _, num_scheduled, *_ = arrays
-    rows[:] = row
-    num_scheduled[:] = 1
-    return arrays
+NO_TARGETS: IntArray = np.empty(0, np.int32)
+NO_ENTRIES: IntArray = np.empty((0, 3), np.int32)
+NO_NEW_ROWS: NDArray[Any] = np.empty(0, ROW_SAMPLING)
 
 
 class StepPlan(NamedTuple):
@@ -79,7 +75,10 @@ class StepPlan(NamedTuple):
 
     The logits of a token score the token after it. So the first chunk scores 14, which the second chunk computes. The
     logits of 14 score 15. The first token of output is sampled from the logits of 15. It is on the device when the
-    third step runs, so the plan has -1 in its place.
+    third step runs, so the plan has LAST_TOKEN in its place.
+
+    The arrays go to the device, and to the other ranks, one after another in the order of the attributes. This class
+    alone knows the order: `arrays` puts them into it, and `lengths` tells where each of them lies.
 
     Attributes:
         rows: int32 [num_seqs], the row of each scheduled sequence.
@@ -93,7 +92,7 @@ class StepPlan(NamedTuple):
         num_scored: int32 [num_seqs], how many targets to score. Of the tokens that the sequence computes, the last
             num_sampled give samples, and the num_scored tokens just before these give scores.
         token_ids: int32 [num_tokens], the ids of the tokens to compute, sequence after sequence. The drafts of a
-            sequence are its last ids. -1 stands for the token that the device sampled last for the row.
+            sequence are its last ids. LAST_TOKEN stands for the token that the device sampled last for the row.
         targets: int32 [sum of num_scored], sequence after sequence: the prompt tokens whose log-probability is wanted.
             The last target may be the first token of the next chunk. EMBED stands for a hidden state.
         block_entries: int32 [n, 3], new (row, index, block) entries of the block tables.
@@ -129,30 +128,53 @@ class StepPlan(NamedTuple):
         return np.maximum(self.num_sampled - 1, 0)
 
     @property
-    def packed_size(self) -> int:
-        """How many int32 elements the arrays from `rows` to `targets` have."""
-        return NUM_PER_SEQ * self.num_seqs + self.num_tokens + len(self.targets)
+    def counts(self) -> tuple[int, ...]:
+        """How many sequences, tokens, targets, block entries and new rows the plan has. `find_lengths` takes them."""
+        return len(self.rows), len(self.token_ids), len(self.targets), len(self.block_entries), len(self.new_rows)
+
+    @property
+    def lengths(self) -> list[int]:
+        """How many elements each of `arrays` has."""
+        return find_lengths(*self.counts)
 
     def arrays(self) -> list[IntArray]:
         """Return all arrays as int32 [n], in the order in which they go to the device and to the other ranks."""
-        per_seq = [self.rows, self.num_computed, self.num_scheduled, self.num_sampled, self.num_scored]
-        entries = self.block_entries.reshape(-1)
-        new_rows = self.new_rows.view(np.int32)
-        return [*per_seq, self.token_ids, self.targets, entries, new_rows]
+        *arrays, entries, new_rows = self
+        return [*arrays, entries.reshape(-1), new_rows.view(np.int32)]
+
+    @staticmethod
+    def unpack(packed: IntArray, counts: Seq[int]) -> "StepPlan":
+        """Make a plan from its `arrays`, which lie one after another in `packed`. The plan's arrays are views.
+
+        Args:
+            counts: the plan's `counts`.
+        """
+        lengths = find_lengths(*counts)
+        *arrays, entries, new_rows = (
+            packed[end - n : end] for end, n in zip(accumulate(lengths), lengths, strict=True)
+        )
+        return StepPlan._make([*arrays, entries.reshape(-1, 3), new_rows.view(ROW_SAMPLING)])
+
+    @staticmethod
+    def make_padding(num_seqs: int, row: int) -> "StepPlan":
+        """Return a plan whose sequences are all dummies. Each computes one token, with id 0.
+
+        A CUDA graph has a fixed number of sequences. A step with fewer sequences is filled up with dummies. All dummies
+        use one row that belongs to no sequence.
+        """
+        zeros = np.zeros((NUM_PER_SEQ + 1, num_seqs), np.int32)
+        plan = StepPlan._make([*zeros, NO_TARGETS, NO_ENTRIES, NO_NEW_ROWS])
+        plan.rows[:] = row
+        plan.num_scheduled[:] = 1
+        return plan
 
     def pad(self, num_seqs: int, row: int) -> "StepPlan":
         """Return this plan of decodes, filled up to num_seqs sequences: see `make_padding`."""
-        arrays = self.arrays()
-        first = make_padding(num_seqs, row)
-        for padded, values in zip(first, arrays, strict=False):  # the arrays after token_ids get no padding
-            padded[: self.num_seqs] = values
-        return StepPlan.from_arrays([*first, *arrays[len(first) :]])
-
-    @staticmethod
-    def from_arrays(arrays: Seq[IntArray]) -> "StepPlan":
-        """Make a plan from arrays in the order of `arrays()`."""
-        *rest, entries, new_rows = arrays
-        return StepPlan._make([*rest, entries.reshape(-1, 3), new_rows.view(ROW_SAMPLING)])
+        padding = StepPlan.make_padding(num_seqs, row)
+        padded = padding[: NUM_PER_SEQ + 1]  # in a plan of decodes token_ids, too, has one element per sequence
+        for whole, values in zip(padded, self, strict=False):
+            whole[: self.num_seqs] = values
+        return StepPlan._make([*padded, *self[len(padded) :]])
 
     @staticmethod
     def largest(max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int, num_drafts: int = 0) -> "StepPlan":
@@ -168,9 +190,17 @@ class StepPlan(NamedTuple):
 
         num_sampled = np.minimum(num_scheduled, 1 + num_drafts)
         num_scored = num_scheduled - num_sampled
-        per_seq = [zeros(num_seqs), zeros(num_seqs), num_scheduled, num_sampled, num_scored]
-        targets = zeros(int(num_scored.sum()))
-        return StepPlan.from_arrays([*per_seq, zeros(num_tokens), targets, zeros(0), zeros(0)])
+        return StepPlan(
+            rows=zeros(num_seqs),
+            num_computed=zeros(num_seqs),
+            num_scheduled=num_scheduled,
+            num_sampled=num_sampled,
+            num_scored=num_scored,
+            token_ids=zeros(num_tokens),
+            targets=zeros(int(num_scored.sum())),
+            block_entries=NO_ENTRIES,
+            new_rows=NO_NEW_ROWS,
+        )
 
     @staticmethod
     def max_size(config: ResolvedConfig) -> int:
@@ -182,19 +212,30 @@ class StepPlan(NamedTuple):
         return 2 * config.max_num_batched_tokens + config.max_num_seqs * per_seq
 
 
+NUM_PER_SEQ = StepPlan._fields.index("token_ids")
+"""How many arrays of a `StepPlan` have one element per sequence: those before token_ids."""
+
+
+def find_lengths(
+    num_seqs: int, num_tokens: int, num_targets: int = 0, num_entries: int = 0, num_new_rows: int = 0
+) -> list[int]:
+    """Return how many int32 elements each array of a plan with these counts has, in the order of the arrays."""
+    after = [num_tokens, num_targets, 3 * num_entries, len(SAMPLING_COLUMNS) * num_new_rows]
+    return [num_seqs] * NUM_PER_SEQ + after
+
+
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """The tokens that a step sampled and the scores that it computed, in the plan's order.
 
     Attributes:
-        token_ids: int32 [sum of the plan's num_sampled]; -1 if the logits were not a valid distribution.
+        token_ids: int32 [sum of the plan's num_sampled]; FAILED if the logits were not a valid distribution.
         logprobs: {index in token_ids: {token id: log-probability}}, only for requests that asked for them.
         scores: {token id: log-probability} of each of the plan's targets that is a token.
         embeddings: float32 [hidden] of each target that is EMBED.
         prepare_seconds: how long the host took to pack the plan and send it to the device.
         device_seconds: how long the device worked on the step. In a pipeline, where each rank has some of the layers,
             this is how long rank 0 computed its own layers.
-        spans: what the ranks of a pipeline did since the last result, if they record it: see `PipelineHandle.result`.
     """
 
     token_ids: IntArray
@@ -203,4 +244,3 @@ class StepResult:
     embeddings: Seq[FloatArray] = ()
     prepare_seconds: float = 0.0
     device_seconds: float = 0.0
-    spans: Seq[Any] = ()

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.plan import ROW_SAMPLING, IntArray
+from nanovllm.engine.plan import NO_LOGPROBS, ROW_SAMPLING, SAMPLER_COLUMNS, IntArray
 from nanovllm.engine.sequence import Sequence
 
 Rows = NDArray[np.intp]
@@ -232,15 +232,16 @@ def pack_sampling(seqs: Seq[Sequence], vocab_size: int) -> NDArray[Any]:
     """Return ROW_SAMPLING [n]: the sampling values of sequences that have just moved in."""
     if not seqs:
         return _NO_NEW_ROWS
+    # The fields have 32 bits. So large values are cut with min(): a larger value has the same effect.
+    limits = [(name, vocab_size if type == "<i4" else 1e30) for name, type in SAMPLER_COLUMNS]
     rows = []
     for seq in seqs:
         params = seq.params
-        # The fields have 32 bits. So large values are cut with min(): a larger value has the same effect. The smallest
-        # temperatures count as 0, because a kernel computes 1 / temperature, which would be infinite in float32.
-        temperature = 0.0 if params.temperature < 1e-30 else min(params.temperature, 1e30)
-        top_k = min(params.top_k, vocab_size)
+        values = {name: min(getattr(params, name), limit) for name, limit in limits}
+        if params.temperature < 1e-30:  # a kernel computes 1 / temperature, which would be infinite in float32
+            values["temperature"] = 0.0
         seed = (seq.seed & 0xFFFFFFFF, seq.seed >> 32 & 0xFFFFFFFF)
-        counts = (-1 if k is None else min(k, vocab_size) for k in (params.logprobs, params.prompt_logprobs))
+        counts = (NO_LOGPROBS if k is None else min(k, vocab_size) for k in (params.logprobs, params.prompt_logprobs))
         is_edited = seq.edits is not None
-        rows.append((seq.row, temperature, top_k, params.top_p, params.min_p, *seed, *counts, is_edited))
+        rows.append((seq.row, *values.values(), *seed, *counts, is_edited))
     return np.array(rows, ROW_SAMPLING)

@@ -19,7 +19,7 @@ class VocabParallelEmbedding(MatrixModule):
         self.vocab_size = vocab_size
         self.parallel = parallel
         length = ceil_div(vocab_size, parallel.size)
-        self.start = parallel.rank * length
+        self.start = parallel.share * length
         self.weight = nn.Parameter(torch.empty(length, hidden_size), requires_grad=False)
         self.num_real = max(0, min(length, vocab_size - self.start))
         self.weight[self.num_real :].zero_()

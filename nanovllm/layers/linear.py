@@ -102,7 +102,7 @@ class RowParallelLinear(MatrixModule):
 
     def forward(self, x: Tensor) -> Tensor:
         # The bias is added once, by rank 0, before the sum.
-        return self.parallel.all_reduce(self.multiply(x, self.bias if self.parallel.rank == 0 else None))
+        return self.parallel.all_reduce(self.multiply(x, self.bias if self.parallel.share == 0 else None))
 
     def weight_targets(self, path: str, names: Collection[str]) -> NamedTargets:
         out_features, length = self.weight.shape

@@ -1,4 +1,4 @@
-"""A rank's number among those that share each layer, and its collectives."""
+"""A rank's number, its share of each layer, and its collectives."""
 
 from collections.abc import Callable
 
@@ -9,8 +9,10 @@ class Parallel:
     """One rank alone. A group of several overrides the collectives, and all its ranks call them in the same order.
 
     Attributes:
+        rank: the number of this process in its engine.
+        size: how many ranks share each layer.
+        share: which of the `size` shares of a layer this rank has.
         ranks_per_device: how many ranks share this rank's device and its memory.
-        number: the number of this process in its engine. It is `rank` if all processes share each layer.
         raise_failure: raises the failure of another rank, if one is known. Loading calls it before each tensor, so that
             it ends. An exception from the thread that notices the failure could arrive anywhere, in a library's
             clean-up, too.
@@ -23,8 +25,8 @@ class Parallel:
     def __init__(self, rank: int = 0, size: int = 1, ranks_per_device: int = 1) -> None:
         self.rank = rank
         self.size = size
+        self.share = rank % size
         self.ranks_per_device = ranks_per_device
-        self.number = rank
         self.raise_failure: Callable[[], None] = lambda: None
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -50,4 +52,4 @@ class Parallel:
                 f"{what} is {total}, which {self.size} ranks cannot share evenly: change tensor_parallel_size"
             )
         length = total // self.size
-        return self.rank * length, length
+        return self.share * length, length

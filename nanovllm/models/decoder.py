@@ -5,7 +5,6 @@ and keys. `FAMILIES` in models/model_config.py lists the biases and norms of eac
 are subclasses, which replace parts of this decoder.
 """
 
-from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,18 +14,13 @@ from nanovllm.backends import Backend, CacheSize, KVCache, LayerCache
 from nanovllm.layers.embedding import LMHead, VocabParallelEmbedding
 from nanovllm.layers.linear import ColumnParallelLinear, Part, RowParallelLinear
 from nanovllm.layers.parallel import Parallel
-from nanovllm.layers.weights import NamedTargets, ShardedLayer, WeightTarget, make_whole_target
 from nanovllm.models.model_config import find_family, find_rotary_dim
 from nanovllm.ops.norm_rope_store import NormRope
 from nanovllm.ops.step_inputs import StepInputs
-from nanovllm.utils.checks import quote
+from nanovllm.utils.machine import default_dtype
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
-
-    from nanovllm.config import EngineConfig, ResolvedConfig
-    from nanovllm.models.sizes import Sizes
-    from nanovllm.quantized.loading import ModelQuantizer
 
 
 def make_rotary_table(config: "PretrainedConfig", num_positions: int) -> Tensor:
@@ -35,13 +29,14 @@ def make_rotary_table(config: "PretrainedConfig", num_positions: int) -> Tensor:
     For rope types other than "default", transformers computes the frequencies.
 
     Returns:
-        float32 [num_positions, dim]: a row has dim/2 cosines, then dim/2 sines. dim is how many elements of a head
-        rotate.
+        float32 [num_positions, head_dim]: a row has head_dim/2 cosines, then head_dim/2 sines. In most families the
+        whole head rotates. What does not rotate has the angle 0.
     """
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     rope = config.rope_parameters
-    with torch.device("cpu"):  # the CPU gives the same bits wherever the model is
+    # The CPU gives the same bits wherever the model is, and float32 whatever its dtype is.
+    with torch.device("cpu"), default_dtype(torch.float32):
         if rope["rope_type"] == "default":
             dim = find_rotary_dim(config)
             exponents = torch.arange(0, dim, 2, dtype=torch.float32) / dim
@@ -50,7 +45,10 @@ def make_rotary_table(config: "PretrainedConfig", num_positions: int) -> Tensor:
         else:
             frequencies, scaling = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, torch.device("cpu"))
         angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), frequencies.float())
-        return torch.cat((angles.cos(), angles.sin()), dim=1) * scaling
+        cos = angles.cos() * scaling
+        sin = angles.sin() * scaling
+        missing = config.head_dim // 2 - cos.shape[1]
+        return torch.cat((cos, cos.new_ones(num_positions, missing), sin, sin.new_zeros(num_positions, missing)), dim=1)
 
 
 def make_norm(size: int, dtype: torch.dtype | None = None) -> nn.Parameter:
@@ -66,7 +64,7 @@ def share_heads(config: "PretrainedConfig", parallel: Parallel) -> tuple[range, 
     """
     total = config.num_key_value_heads
     num_kv_heads = 1 if parallel.size % total == 0 else parallel.shard(total, "num_key_value_heads")[1]
-    first_kv_head = parallel.rank * total // parallel.size
+    first_kv_head = parallel.share * total // parallel.size
     first, count = parallel.shard(config.num_attention_heads, "num_attention_heads")
     return range(first, first + count), range(first_kv_head, first_kv_head + num_kv_heads)
 
@@ -170,9 +168,12 @@ class Layer(nn.Module):
 
     Attributes:
         norm_dtype: the dtype of its norms' weights; None for the model's dtype.
+        norm_plus: the number that is added to the weights of norms when they are read. A family that adds 1 also sets
+            `norm_dtype` to float32, because the sum would lose bits in the model's dtype.
     """
 
     norm_dtype: torch.dtype | None = None
+    norm_plus = 0.0
     self_attn: nn.Module
 
     def __init__(self, config: "PretrainedConfig", index: int, backend: Backend, parallel: Parallel) -> None:
@@ -208,19 +209,15 @@ class Layer(nn.Module):
 class Decoder(nn.Module):
     """The model of one rank. Its parameters are uninitialised; the loader fills them, and checks that none is left out.
 
+    `models/model_config.py` and `models/weight_names.py` have what else differs between families: which values of a
+    configuration are refused, what options become, and how a checkpoint names the tensors.
+
     Attributes:
         layer_class: the class of its layers. A family of models whose layers differ in more than biases and norms has a
             class of its own.
-        norm_plus: the number that is added to the weights of norms when they are read. A family that adds 1 also sets
-            `norm_dtype` of its layers to float32, because the sum would lose bits in the model's dtype.
-        unread: prefixes of names of tensors. A checkpoint may have tensors with these names; no model reads them.
-        elsewhere: prefixes of names of tensors. Other ranks read the tensors with these names.
     """
 
     layer_class: type[Layer] = Layer
-    norm_plus = 0.0
-    unread: tuple[str, ...] = ()
-    elsewhere: tuple[str, ...] = ()
     cos_sin: Tensor
 
     def __init__(self, config: "PretrainedConfig", backend: Backend, parallel: Parallel, max_model_len: int) -> None:
@@ -236,109 +233,18 @@ class Decoder(nn.Module):
         self.lm_head = LMHead(config.vocab_size, config.hidden_size, parallel)
         if self.tied:
             self.lm_head.weight = self.embed_tokens.weight
-        cos_sin = self.make_angles(config, max_model_len).to(next(self.layers.parameters()).device)
-        self.register_buffer("cos_sin", cos_sin, persistent=False)
-
-    @classmethod
-    def check_config(cls, config: "PretrainedConfig", source: str) -> None:
-        """Check the values that this decoder limits. `load_model_config` has checked the others.
-
-        A sliding window is allowed, because `limit_length` keeps sequences within the window. In such a sequence each
-        token attends to all tokens before it, as without a window.
-
-        Raises:
-            ValueError: a value is out of range, or not supported. The message begins with `source`.
-        """
-        kinds = set(getattr(config, "layer_types", None) or ())
-        window = getattr(config, "sliding_window", None)
-        if kinds - {"full_attention", "sliding_attention"} or ("sliding_attention" in kinds and not window):
-            raise ValueError(
-                f"{source}: layer_types {sorted(map(str, kinds))} with sliding_window {quote(window)} are not supported"
-            )
-        if (config.rope_parameters or {}).get("partial_rotary_factor", 1.0) != 1.0:
-            raise ValueError(f"{source}: partial_rotary_factor other than 1 is not supported")
-
-    @staticmethod
-    def resolve_options(
-        asked: "EngineConfig",
-        config: "ResolvedConfig",
-        sizes: "Sizes",
-        quantizer: "ModelQuantizer | None",
-        gpu_memory: int | None = None,
-    ) -> "ResolvedConfig":
-        """Return the options as the family needs them. Most families change none.
-
-        Args:
-            asked: the user's options.
-            config: the same options, resolved as for other families.
-            sizes: the sizes of the whole model.
-            quantizer: knows the memory of quantised weights; None if no weights are quantised.
-            gpu_memory: the memory, in bytes, of the GPU that the user of `nanovllm estimate` described. This machine
-                need not have that GPU. None means the device that `config` names.
-
-        Raises:
-            ValueError: an option asks for what the family cannot do.
-        """
-        return config
-
-    def make_angles(self, config: "PretrainedConfig", num_positions: int) -> Tensor:
-        """Return the cosines and sines that the layers read, float32 [num_positions, head_dim].
-
-        In these families the whole head rotates, so head_dim is the dim of `make_rotary_table`.
-        """
-        return make_rotary_table(config, num_positions)
+        # On the CPU, even if the parameters have no memory yet. The runner moves it to its device.
+        self.register_buffer("cos_sin", make_rotary_table(config, max_model_len), persistent=False)
 
     def forward(self, inputs: StepInputs, caches: list[LayerCache]) -> Tensor:
         """Compute the hidden states of all tokens, [num_tokens, hidden], after the last norm."""
-        x = self.embed(inputs)
+        x = self.embed_tokens(inputs.token_ids)
         residual = None
         for layer, cache in zip(self.layers, caches, strict=True):
             x, residual = layer(x, residual, self.cos_sin, cache, inputs)
         assert residual is not None
-        return self.finish(x, residual)
-
-    def embed(self, inputs: StepInputs) -> Tensor:
-        """Return the input of the first layer, [num_tokens, hidden]."""
-        return self.embed_tokens(inputs.token_ids)  # type: ignore[no-any-return]
-
-    def finish(self, x: Tensor, residual: Tensor) -> Tensor:
-        """x and residual of the last layer, [num_tokens, hidden] each -> their sum after the last norm."""
         return self.backend.add_rms_norm(x, residual, self.norm, self.eps)[0]
 
     def compute_logits(self, hidden: Tensor) -> Tensor | None:
         """hidden [n, hidden] -> logits [n, vocab] on rank 0, None on the other ranks."""
         return self.lm_head(hidden)  # type: ignore[no-any-return]
-
-    def weight_targets(self, names: Collection[str] = ()) -> NamedTargets:
-        """Yield (name in a checkpoint, place to load it to) for every tensor that the model needs.
-
-        The name of a module in a checkpoint is its name here with "model." before it: see `name_in_checkpoint`. The
-        LM head is the exception: in a checkpoint it is "lm_head", without "model.".
-
-        Args:
-            names: the names in the checkpoint. They show in which of several forms the checkpoint was saved: for
-                example, the matrices of all experts may be one tensor, or one tensor for each expert.
-        """
-        for _, name, target in self.module_targets(names):
-            yield name, target
-
-    def module_targets(self, names: Collection[str] = ()) -> Iterator[tuple[str, str, WeightTarget]]:
-        """Yield (path of the module here, name in a checkpoint, place to load it to): see `weight_targets`."""
-        for path, module in self.named_modules():
-            name_there = self.name_in_checkpoint(path)
-            if isinstance(module, LMHead):
-                found = iter(()) if self.tied else module.weight_targets("lm_head", names)
-            elif isinstance(module, ShardedLayer):
-                found = module.weight_targets(name_there, names)
-            else:
-                parameters = module.named_parameters(recurse=False)
-                found = (
-                    (f"{name_there}.{name}.weight", make_whole_target(value, self.norm_plus))
-                    for name, value in parameters
-                )
-            for name, target in found:
-                yield path, name, target
-
-    def name_in_checkpoint(self, path: str) -> str:
-        """Return the name that the module at `path` has in a checkpoint."""
-        return f"model.{path}" if path else "model"

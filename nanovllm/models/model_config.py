@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
@@ -26,21 +26,44 @@ class Family:
         biases: whether the projection of queries, keys and values has a bias, and whether the one of attention's output
             has one. None: both as `attention_bias` says.
         qk_norm: whether each query and key head is normed before the rotation.
-        decoder: the path of the decoder's class. What else differs is there: layers, operators, checks, options.
+        decoder: the path of the decoder's class. Its layers and operators are there.
+        check: the path of a function check(config, source), which raises a ValueError, whose message begins with
+            `source`, if a value of the configuration is out of range or not supported.
+        resolve: the path of a function that returns the options as the family needs them: see `load.resolve_options`.
+            None: they stay as they are for other families.
+        unread: prefixes of names of tensors. A checkpoint may have tensors with these names; no model reads them.
     """
 
     config_class: str
     biases: tuple[bool, bool] | None = None
     qk_norm: bool = False
     decoder: str = "nanovllm.models.decoder:Decoder"
+    check: str = "nanovllm.models.model_config:check_dense"
+    resolve: str | None = None
+    unread: tuple[str, ...] = ()
 
 
-QWEN3_5 = Family("Qwen3_5TextConfig", qk_norm=True, decoder="nanovllm.models.qwen3_5.decoder:HybridDecoder")
-QWEN3_5_MOE = Family("Qwen3_5MoeTextConfig", qk_norm=True, decoder="nanovllm.models.qwen3_5_moe:SparseHybridDecoder")
+QWEN3_5 = Family(
+    "Qwen3_5TextConfig",
+    qk_norm=True,
+    decoder="nanovllm.models.qwen3_5.decoder:HybridDecoder",
+    check="nanovllm.models.qwen3_5.decoder:check_hybrid",
+    resolve="nanovllm.models.qwen3_5.states:resolve_states",
+    unread=("model.visual.", "mtp."),
+)
+QWEN3_5_MOE = replace(
+    QWEN3_5,
+    config_class="Qwen3_5MoeTextConfig",
+    decoder="nanovllm.models.qwen3_5_moe:SparseHybridDecoder",
+    check="nanovllm.models.qwen3_5_moe:check_sparse_hybrid",
+)
 FAMILIES = {
     "Qwen3ForCausalLM": Family("Qwen3Config", qk_norm=True),
     "Qwen3MoeForCausalLM": Family(
-        "Qwen3MoeConfig", qk_norm=True, decoder="nanovllm.models.qwen3_moe.decoder:SparseDecoder"
+        "Qwen3MoeConfig",
+        qk_norm=True,
+        decoder="nanovllm.models.qwen3_moe.decoder:SparseDecoder",
+        check="nanovllm.models.qwen3_moe.decoder:check_sparse",
     ),
     "Qwen2ForCausalLM": Family("Qwen2Config", biases=(True, False)),
     "LlamaForCausalLM": Family("LlamaConfig"),
@@ -124,7 +147,7 @@ def load_model_config(data: dict[str, Any], source: str) -> "PretrainedConfig":
     except Exception as error:  # transformers validates with exceptions of many libraries
         raise ValueError(f"{source} is not a valid {architecture} configuration: {error}") from error
     _check(config, source)
-    find_decoder(config).check_config(config, source)
+    resolve_name(find_family(config).check)(config, source)
     check_keys(data, config, source)
     return config
 
@@ -161,6 +184,22 @@ def _check(config: "PretrainedConfig", source: str) -> None:
         fail(f"{heads} attention heads cannot share {kv_heads} key-value heads evenly")
     if config.head_dim % 2:
         fail(f"head_dim is {config.head_dim}; the rotation pairs its elements, so it must be even")
+
+
+def check_dense(config: "PretrainedConfig", source: str) -> None:
+    """Check the values that `Decoder` limits: see `Family.check`. `_check` has checked the others.
+
+    A sliding window is allowed, because `limit_length` keeps sequences within the window. In such a sequence each
+    token attends to all tokens before it, as without a window.
+    """
+    kinds = set(getattr(config, "layer_types", None) or ())
+    window = getattr(config, "sliding_window", None)
+    if kinds - {"full_attention", "sliding_attention"} or ("sliding_attention" in kinds and not window):
+        raise ValueError(
+            f"{source}: layer_types {sorted(map(str, kinds))} with sliding_window {quote(window)} are not supported"
+        )
+    if (config.rope_parameters or {}).get("partial_rotary_factor", 1.0) != 1.0:
+        raise ValueError(f"{source}: partial_rotary_factor other than 1 is not supported")
 
 
 def find_family(config: "PretrainedConfig") -> Family:

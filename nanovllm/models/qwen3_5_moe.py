@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from nanovllm.backends import Backend
 from nanovllm.layers.parallel import Parallel
 from nanovllm.models.decoder import MLP
-from nanovllm.models.qwen3_5.decoder import HybridDecoder, HybridLayer
+from nanovllm.models.qwen3_5.decoder import HybridDecoder, HybridLayer, check_hybrid
 from nanovllm.models.qwen3_moe.decoder import SparseMLP, check_experts
 from nanovllm.models.qwen3_moe.ops import SharedOutput
 from nanovllm.ops.step_inputs import StepInputs
@@ -60,7 +60,8 @@ class SparseHybridDecoder(HybridDecoder):
 
     layer_class = SparseHybridLayer
 
-    @classmethod
-    def check_config(cls, config: "PretrainedConfig", source: str) -> None:
-        super().check_config(config, source)
-        check_experts(config, source, ("moe_intermediate_size", SharedExpert.size_name))
+
+def check_sparse_hybrid(config: "PretrainedConfig", source: str) -> None:
+    """Check the values that `SparseHybridDecoder` limits: see `Family.check`."""
+    check_hybrid(config, source)
+    check_experts(config, source, ("moe_intermediate_size", SharedExpert.size_name))

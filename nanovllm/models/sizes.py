@@ -55,3 +55,8 @@ class Sizes:
         layers: Iterable[Any] = self.model.layers
         caches = (layer.self_attn.make_cache(size, dtype, torch.device("meta")) for layer in layers)
         return sum(tensor.nbytes for cache in caches for tensor in cache if tensor is not None)
+
+
+def check_shares(config: "PretrainedConfig", size: int) -> None:
+    """Raise a ValueError unless `size` ranks can share each layer of a model evenly."""
+    Sizes(config, size)

@@ -19,6 +19,7 @@ from nanovllm.layers.parallel import Parallel
 from nanovllm.layers.weights import Quantizer, WeightTarget
 from nanovllm.models.decoder import Decoder
 from nanovllm.models.model_config import is_headless, read_json
+from nanovllm.models.weight_names import find_elsewhere, find_targets
 from nanovllm.utils.checks import quote
 
 if TYPE_CHECKING:
@@ -130,6 +131,7 @@ def load_weights(
     quantizer: Quantizer | None,
     *,
     folder: Path,
+    unread: tuple[str, ...],
     adapter: Merger | None = None,
 ) -> None:
     """Fill the model from the folder's safetensors, one tensor at a time. Each rank reads only its own share.
@@ -137,26 +139,27 @@ def load_weights(
     Args:
         quantizer: quantises matrices as they are read.
         folder: the folder of the checkpoint.
+        unread: prefixes of names of tensors that no model of the family reads.
         adapter: is merged into the weights as they are read.
 
     Raises:
         ValueError: a file cannot be read, or a tensor is missing, unexpected, in two files, or of another shape.
     """
-    show_progress = parallel.number == 0
+    show_progress = parallel.rank == 0
     files = checkpoint_files(folder)
     found = find_names(files)
     names = name_canonically(found)
     found = set(names.values())
     targets: dict[str, list[WeightTarget]] = {}
-    for name, target in model.weight_targets(found) if quantizer is None else quantizer.find_targets(model, found):
+    for name, target in find_targets(model, found) if quantizer is None else quantizer.find_targets(model, found):
         targets.setdefault(name, []).append(target)
     _check_cover(model, chain.from_iterable(targets.values()))
     if missing := targets.keys() - found:
         raise ValueError(f"{folder} lacks {len(missing)} tensors: {name_some(missing)}")
-    unread = {name for name in found if name.startswith(model.unread)}
-    if unread and show_progress:
-        logger.info("%s: %d tensors are not read: %s", folder, len(unread), name_some(unread))
-    elsewhere = unread.union(name for name in found if name.startswith(model.elsewhere))
+    unread_here = {name for name in found if name.startswith(unread)}
+    if unread_here and show_progress:
+        logger.info("%s: %d tensors are not read: %s", folder, len(unread_here), name_some(unread_here))
+    elsewhere = unread_here.union(name for name in found if name.startswith(find_elsewhere(model)))
     # Some checkpoints hold a tied head, too.
     if unexpected := found - targets.keys() - elsewhere - {"lm_head.weight"}:
         raise ValueError(f"{folder} has {len(unexpected)} tensors that the model does not: {name_some(unexpected)}")

@@ -28,7 +28,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nanovllm.engine.plan import SAMPLING_COLUMNS
+from nanovllm.engine.plan import FAILED, SAMPLING_COLUMNS
 from nanovllm.utils.integers import ceil_div
 
 CHUNK = 4096
@@ -87,7 +87,7 @@ class Sampled(NamedTuple):
 
     Attributes:
         token_ids: always a token of the vocabulary, so that the next step can compute with it.
-        checked: the same ids, but -1 where the logits were not a valid distribution. The host reads these.
+        checked: the same ids, but FAILED where the logits were not a valid distribution. The host reads these.
     """
 
     token_ids: Tensor
@@ -179,7 +179,7 @@ def sample_reference(logits: Tensor, table: Tensor, rows: Tensor, positions: Ten
     values = unpack_sampling(table[rows])
     random = ((values.temperature > 0) & is_finite).nonzero().squeeze(1)
     if random.numel() == 0:
-        return Sampled(token_ids, torch.where(is_finite, token_ids, -1))
+        return Sampled(token_ids, torch.where(is_finite, token_ids, FAILED))
     values = values.select(random)
     z = (logits[random].float() - highest[random].float().unsqueeze(1)) / values.temperature.unsqueeze(1)
     weights = z.exp()
@@ -195,4 +195,4 @@ def sample_reference(logits: Tensor, table: Tensor, rows: Tensor, positions: Ten
     chunk, before = _find_first_above(sums, target)
     inside, _ = _find_first_above(chunks[torch.arange(n), chunk], target - before)
     token_ids[random] = (chunk * CHUNK + inside).to(torch.int32)
-    return Sampled(token_ids, torch.where(is_finite, token_ids, -1))
+    return Sampled(token_ids, torch.where(is_finite, token_ids, FAILED))

@@ -1,32 +1,14 @@
 """Makes the inputs of a step on the device, from a plan and from the tables of the resident sequences."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanovllm.engine.plan import NUM_PER_SEQ, IntArray, StepPlan
-
-
-class DevicePlan(NamedTuple):
-    """The arrays of a `StepPlan` (engine/plan.py) that say what the layers compute. The tensors are on the device.
-
-    Attributes:
-        rows, num_computed, num_scheduled: int32 [num_seqs].
-        token_ids: int32 [num_tokens]; -1 stands for the row's last token.
-        num_decodes, query_lens_cpu, seq_lens_cpu: the values that `StepInputs` explains.
-    """
-
-    rows: Tensor
-    num_computed: Tensor
-    num_scheduled: Tensor
-    token_ids: Tensor
-    num_decodes: int
-    query_lens_cpu: IntArray | None = None
-    seq_lens_cpu: IntArray | None = None
+from nanovllm.engine.plan import LAST_TOKEN, NOWHERE, IntArray, StepPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,14 +23,15 @@ class StepInputs:
     Attributes:
         token_ids: int32 [num_tokens].
         positions: int32 [num_tokens], each token's index in its sequence.
-        slots: int64 [num_tokens], each token's place in the KV cache; -1 for padding, which is not stored.
+        slots: int64 [num_tokens], each token's place in the KV cache; NOWHERE for padding, which is not stored.
         cu_seqlens: int32 [num_seqs + 1], where each sequence's tokens begin among token_ids, and then num_tokens.
         seq_lens: int32 [num_seqs], tokens of each sequence in the cache after this step has stored its own.
         block_tables: int32 [num_seqs, max_blocks]; entries after a sequence's blocks are any valid block numbers.
         rows: int32 [num_seqs], the row of each sequence. Layers of linear attention keep a state for each row.
         num_decodes: how many sequences have one query token.
         query_lens_cpu, seq_lens_cpu: int32 [num_seqs] on the host: each sequence's number of query tokens, and a copy
-            of seq_lens. None in a step that is recorded or replayed: there every sequence is a decode.
+            of seq_lens. None in a step that is recorded: there every sequence is a decode. A recording must not depend
+            on the lengths of one plan.
         prepared: what `Backend.prepare_attention` has made for `attend`. Only the same backend reads it.
     """
 
@@ -64,69 +47,61 @@ class StepInputs:
     seq_lens_cpu: IntArray | None = None
     prepared: Any = None
 
-
-def split_packed(packed: Tensor, num_seqs: int, num_tokens: int, plan: StepPlan | None) -> DevicePlan:
-    """Return the part of a plan that says what the layers compute.
-
-    Args:
-        packed: int32, the plan's arrays on the device. The result has views of this tensor.
-        plan: gives query_lens_cpu, seq_lens_cpu and num_decodes. None for a step that is recorded or replayed, because
-            a recording must not depend on the lengths of one plan. There every sequence computes one token.
-    """
-    end = NUM_PER_SEQ * num_seqs
-    rows, num_computed, num_scheduled, *_ = packed[:end].view(NUM_PER_SEQ, num_seqs).unbind(0)
-    token_ids = packed[end : end + num_tokens]
-    if plan is None:
-        return DevicePlan(rows, num_computed, num_scheduled, token_ids, num_seqs)
-    lengths = (plan.num_scheduled, plan.num_computed + plan.num_scheduled)
-    return DevicePlan(rows, num_computed, num_scheduled, token_ids, plan.num_decodes, *lengths)
+    def with_lengths(self, plan: StepPlan) -> "StepInputs":
+        """Return these inputs with the lengths of their plan, which the host knows."""
+        seq_lens = plan.num_computed + plan.num_scheduled
+        return replace(self, num_decodes=plan.num_decodes, query_lens_cpu=plan.num_scheduled, seq_lens_cpu=seq_lens)
 
 
-def step_inputs_reference(planned: DevicePlan, block_tables: Tensor, last_token: Tensor, block_size: int) -> StepInputs:
-    """Derive positions, slots and lengths, and put each row's last token in place of -1.
+def step_inputs_reference(
+    rows: Tensor,
+    num_computed: Tensor,
+    num_scheduled: Tensor,
+    token_ids: Tensor,
+    block_tables: Tensor,
+    last_token: Tensor,
+    block_size: int,
+) -> StepInputs:
+    """Derive positions, slots and lengths, and put each row's last token in place of LAST_TOKEN.
 
     Args:
+        rows, num_computed, num_scheduled: int32 [num_seqs], on the device: see `StepPlan`.
+        token_ids: int32 [num_tokens], on the device: see `StepPlan`.
         block_tables: int32 [num_rows, max_blocks], of all rows. The last row belongs to no sequence: padding reads it.
         last_token: int32 [num_rows], of all rows.
     """
-    rows = planned.rows
-    num_scheduled = planned.num_scheduled
     num_seqs = len(rows)
-    num_tokens = len(planned.token_ids)
+    num_tokens = len(token_ids)
     padding_row = len(last_token) - 1
     ends = num_scheduled.cumsum(0, dtype=torch.int32)
     indices = torch.arange(max(num_seqs, num_tokens), dtype=torch.int32, device=rows.device)
     seq_of_token = indices[:num_seqs].repeat_interleave(num_scheduled, output_size=num_tokens)
-    seq_lens = planned.num_computed + num_scheduled
+    seq_lens = num_computed + num_scheduled
     # A token's position minus its index in the step is the same number for all tokens of a sequence. For the last one
     # these are seq_lens - 1 and ends - 1, so the number is seq_lens - ends.
     positions = indices[:num_tokens] + (seq_lens - ends)[seq_of_token]
     block_tables = block_tables[rows]
     blocks = block_tables[seq_of_token, positions // block_size].long()
-    slots = torch.where(rows[seq_of_token] == padding_row, -1, blocks * block_size + positions % block_size)
-    token_ids = torch.where(planned.token_ids < 0, last_token[rows[seq_of_token]], planned.token_ids)
+    slots = blocks * block_size + positions % block_size
     return StepInputs(
-        token_ids=token_ids,
+        token_ids=torch.where(token_ids == LAST_TOKEN, last_token[rows[seq_of_token]], token_ids),
         positions=positions,
-        slots=slots,
+        slots=torch.where(rows[seq_of_token] == padding_row, NOWHERE, slots),
         cu_seqlens=F.pad(ends, (1, 0)),
         seq_lens=seq_lens,
         block_tables=block_tables,
         rows=rows,
-        num_decodes=planned.num_decodes,
-        query_lens_cpu=planned.query_lens_cpu,
-        seq_lens_cpu=planned.seq_lens_cpu,
+        num_decodes=num_seqs,
     )
 
 
-def empty_step_inputs(planned: DevicePlan, max_blocks: int, make_empty: Callable[..., Tensor]) -> StepInputs:
+def empty_step_inputs(rows: Tensor, num_tokens: int, max_blocks: int, make_empty: Callable[..., Tensor]) -> StepInputs:
     """Return the inputs of a step, not filled yet. A kernel fills them.
 
     Args:
         make_empty: returns an uninitialised tensor on the device, as torch.empty does.
     """
-    num_seqs = len(planned.rows)
-    num_tokens = len(planned.token_ids)
+    num_seqs = len(rows)
     return StepInputs(
         token_ids=make_empty(num_tokens, dtype=torch.int32),
         positions=make_empty(num_tokens, dtype=torch.int32),
@@ -134,8 +109,6 @@ def empty_step_inputs(planned: DevicePlan, max_blocks: int, make_empty: Callable
         cu_seqlens=make_empty(num_seqs + 1, dtype=torch.int32),
         seq_lens=make_empty(num_seqs, dtype=torch.int32),
         block_tables=make_empty(num_seqs, max_blocks, dtype=torch.int32),
-        rows=planned.rows,
-        num_decodes=planned.num_decodes,
-        query_lens_cpu=planned.query_lens_cpu,
-        seq_lens_cpu=planned.seq_lens_cpu,
+        rows=rows,
+        num_decodes=num_seqs,
     )

@@ -16,6 +16,7 @@ from nanovllm.config import ResolvedConfig
 from nanovllm.layers.embedding import LMHead, VocabParallelEmbedding
 from nanovllm.layers.weights import NamedTargets, ShardedLayer, WeightTarget
 from nanovllm.models.decoder import Decoder
+from nanovllm.models.weight_names import find_module_targets
 from nanovllm.models.weight_reader import materialize
 from nanovllm.quantized.checkpoints import describe_format, find_format
 from nanovllm.quantized.codes import Codes, quantize_int8
@@ -99,7 +100,7 @@ class ModelQuantizer:
         return Filling(self.format, model, self._device)
 
     def find_targets(self, model: Decoder, names: Collection[str]) -> NamedTargets:
-        """Yield what `model.weight_targets` yields, with other targets where a matrix is quantised."""
+        """Yield what `weight_names.find_targets` yields, with other targets where a matrix is quantised."""
         filling = self.begin(model)
         filling.allocate_others(names)
         for _, name, target in filling.find_targets(names):
@@ -194,12 +195,12 @@ class Filling:
         """{id of a parameter: {place of a part in it: its codes}}, for the parameters of which a part has come."""
 
     def find_targets(self, names: Collection[str], attaches: bool = True) -> Iterator[tuple[str, str, WeightTarget]]:
-        """Yield what `Decoder.module_targets` yields, with other targets where a matrix is quantised.
+        """Yield what `find_module_targets` yields, with other targets where a matrix is quantised.
 
         Args:
             attaches: whether a module of the model is packed as soon as it is complete.
         """
-        for path, name, target in self._model.module_targets(names):
+        for path, name, target in find_module_targets(self._model, names):
             inner = target
             if path in self._modules and target.view.dim() > 1:
                 place = (target.view, target.shape, target.slices)
@@ -224,7 +225,7 @@ class Filling:
         if self.format.quantizes_head:
             return  # all matrices are quantised
         quantized: dict[str, dict[str, bool]] = {path: {} for path in self._modules}
-        for path, name, target in self._model.module_targets(names):
+        for path, name, target in find_module_targets(self._model, names):
             if path in self._modules and target.view.dim() > 1:
                 quantized[path][name] = bool(self._find_tensors(name, target, names))
         for path, found in quantized.items():

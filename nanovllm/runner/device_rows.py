@@ -1,10 +1,13 @@
 """The tables of the resident sequences that stay on the device."""
 
+from typing import Any
+
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from nanovllm.engine.plan import ROW_SAMPLING, SAMPLING_COLUMNS, StepPlan
+from nanovllm.engine.plan import NO_LOGPROBS, ROW_SAMPLING, SAMPLING_COLUMNS
 
 
 class DeviceRows:
@@ -13,8 +16,8 @@ class DeviceRows:
     Each resident sequence owns a row. A plan brings only what changes. Every step reads the rest here.
 
     The last row, `padding_row`, belongs to no sequence. When a step is padded to the size of a CUDA graph, the padding
-    reads and writes this row. Its block table stays all zeros. `step_inputs` gives its tokens the slot -1 (a slot is a
-    token's place in the KV cache), so nothing of them is stored.
+    reads and writes this row. Its block table stays all zeros. `step_inputs` gives its tokens the slot NOWHERE, so
+    nothing of them is stored. (A slot is a token's place in the KV cache.)
 
     Attributes:
         block_tables: int32 [num_rows, max_blocks].
@@ -30,20 +33,23 @@ class DeviceRows:
         self.last_token = torch.zeros(rows, dtype=torch.int32, device=device)
         self.sampling = torch.zeros(rows, len(SAMPLING_COLUMNS), dtype=torch.int32, device=device)
         self.sampling_cpu = np.zeros(rows, ROW_SAMPLING)
-        self.sampling_cpu["num_logprobs"] = -1
-        self.sampling_cpu["num_prompt_logprobs"] = -1
+        self.sampling_cpu["num_logprobs"] = NO_LOGPROBS
+        self.sampling_cpu["num_prompt_logprobs"] = NO_LOGPROBS
 
-    def update(self, plan: StepPlan, packed: Tensor) -> None:
-        """Write the plan's new block entries and new rows into the tables.
+    def add_blocks(self, entries: Tensor) -> None:
+        """Write new entries of the block tables: int32 [3 * n], the plan's block_entries on the device."""
+        if len(entries):
+            row, index, block = entries.view(-1, 3).unbind(1)
+            self.block_tables[row, index] = block
+
+    def move_in(self, new_rows: Tensor, new_rows_cpu: NDArray[Any]) -> None:
+        """Write the sampling values of rows that have a new owner.
 
         Args:
-            packed: int32, block_entries and new_rows on the device, one after the other.
+            new_rows: int32, the plan's new_rows on the device.
+            new_rows_cpu: the same rows on the host.
         """
-        num_entries = len(plan.block_entries)
-        if num_entries:
-            row, index, block = packed[: 3 * num_entries].view(num_entries, 3).unbind(1)
-            self.block_tables[row, index] = block
-        if len(plan.new_rows):
-            new_rows = packed[3 * num_entries :].view(-1, len(SAMPLING_COLUMNS))
-            self.sampling[new_rows[:, SAMPLING_COLUMNS["row"]]] = new_rows
-            self.sampling_cpu[plan.new_rows["row"]] = plan.new_rows
+        if len(new_rows_cpu):
+            values = new_rows.view(-1, len(SAMPLING_COLUMNS))
+            self.sampling[values[:, SAMPLING_COLUMNS["row"]]] = values
+            self.sampling_cpu[new_rows_cpu["row"]] = new_rows_cpu

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,18 +11,18 @@ from nanovllm.backends import CacheSize, KVCache, LayerCache, make_backend
 from nanovllm.backends.steps import EAGER, Steps
 from nanovllm.config import ResolvedConfig
 from nanovllm.engine.interfaces import StepEdits
-from nanovllm.engine.plan import StepPlan
+from nanovllm.engine.plan import StepPlan, find_lengths
 from nanovllm.layers.parallel import Parallel
 from nanovllm.models.decoder import Decoder
 from nanovllm.models.sizes import Sizes
 from nanovllm.models.weight_reader import allocate
-from nanovllm.ops.step_inputs import DevicePlan, StepInputs, split_packed
+from nanovllm.ops.step_inputs import StepInputs
 from nanovllm.runner.device_rows import DeviceRows
 from nanovllm.runner.head_inputs import HeadInputs
 from nanovllm.runner.kv_memory import check_free_memory
 from nanovllm.runner.logprobs import start_logprobs
 from nanovllm.runner.sampler import Sampler, choose_samples
-from nanovllm.runner.step_handle import DeviceResult, StepHandle
+from nanovllm.runner.step_handle import StepHandle
 from nanovllm.utils.machine import default_dtype
 
 if TYPE_CHECKING:
@@ -97,12 +96,13 @@ class ModelRunner:
             stopwatch = self.backend.make_stopwatch()
             steps = self.choose_steps(plan)
             plan = steps.pad(plan)
-            packed = self.send(plan)
+            self.send(plan)
             stopwatch.start()
-            result = self.run_head(self.run_layers(plan, packed, steps), edits, steps)
+            handle = self.run_head(self.run_layers(plan, steps), edits, steps)
             if self.parallel.rank > 0:
-                result = DeviceResult()  # nobody reads the results of other ranks
-            return StepHandle(plan, result, stopwatch, self.backend)
+                handle = StepHandle(plan)  # nobody reads the results of other ranks
+            handle.start_reading(stopwatch, self.backend)
+            return handle
 
     def choose_steps(self, plan: StepPlan) -> Steps:
         """Return the object that runs the plan.
@@ -114,33 +114,30 @@ class ModelRunner:
         can_replay = plan.num_decodes == plan.num_seqs and not len(plan.targets)
         return self.steps if can_replay and plan.num_seqs <= self.steps.most_seqs else EAGER
 
-    def send(self, plan: StepPlan) -> Tensor:
-        """Copy a plan to the device, and write what it changes into the tables.
+    def send(self, plan: StepPlan) -> None:
+        """Copy a plan to the staging buffer on the device, and write what it changes into the tables."""
+        sent = self.staging.send(plan.arrays())
+        if len(plan.block_entries) or len(plan.new_rows):
+            *_, entries, new_rows = torch.split(sent, plan.lengths)
+            self.device_rows.add_blocks(entries)
+            self.device_rows.move_in(new_rows, plan.new_rows)
 
-        Returns:
-            int32 [packed_size]: the plan's arrays from `rows` to `targets`, in the staging buffer. This is a fixed
-            place on the device, to which every plan is copied.
-        """
-        packed = self.staging.send(plan.arrays())
-        self.device_rows.update(plan, packed[plan.packed_size :])
-        return packed[: plan.packed_size]
+    def run_layers(self, plan: StepPlan, steps: Steps) -> HeadInputs:
+        """Run the first part of a step: the model's layers. The plan is in the staging buffer: see `send`."""
+        if steps is EAGER:
+            inputs, hidden = self.forward(plan)
+        else:
+            inputs, hidden = steps.replay("layers", plan.num_seqs)
+        target_indices = None
+        if len(plan.targets):
+            from nanovllm.runner.targets import find_targets
 
-    def run_layers(self, plan: StepPlan, packed: Tensor, steps: Steps) -> HeadInputs:
-        """Run the first part of a step: the model's layers. Return what the second part needs.
-
-        Args:
-            packed: the plan's arrays on the device: see `send`.
-        """
-        # A recorded step must not depend on the numbers of one plan, so it gets no plan.
-        planned = split_packed(packed, plan.num_seqs, plan.num_tokens, plan if steps is EAGER else None)
-        inputs, hidden = steps.run("layers", plan.num_seqs, partial(self.forward, planned))
+            target_indices = find_targets(plan)
         rows, sample_indices, positions = choose_samples(plan, inputs, self.backend)
-        asked = self.device_rows.sampling_cpu[plan.rows]
-        targets = packed[len(packed) - len(plan.targets) :]
-        return HeadInputs(plan, asked, hidden, targets, sample_indices, rows, positions)
+        return HeadInputs(plan, hidden, target_indices, sample_indices, rows, positions)
 
-    def run_head(self, head: HeadInputs, edits: StepEdits | None = None, steps: Steps = EAGER) -> DeviceResult:
-        """Run the second part of a step: logits, scores and samples.
+    def run_head(self, head: HeadInputs, edits: StepEdits | None = None, steps: Steps = EAGER) -> StepHandle:
+        """Run the second part of a step: logits, scores and samples. Return the handle of what was computed.
 
         If logits are edited, or log-probabilities wanted, the step samples eagerly, because both need the logits. A
         recording keeps no logits: on a GPU the logits of all recorded sizes would take gigabytes.
@@ -153,43 +150,51 @@ class ModelRunner:
             edits: edits of the logits; None on ranks other than 0.
         """
         plan = head.plan
+        asked = self.device_rows.sampling_cpu[plan.rows]
         targets = None
         if len(plan.targets):
             from nanovllm.runner.targets import Targets
 
-            targets = Targets(head, self.model, self.backend)
+            targets = Targets(head, asked["num_prompt_logprobs"], self.model, self.backend)
         if not plan.num_sampled.any():
-            return DeviceResult(targets=targets)
+            return StepHandle(plan, targets=targets)
+        counts = asked["num_logprobs"]
+        keeps_logits = asked["is_edited"].any() or counts.max() >= 0
+        if steps is not EAGER and not keeps_logits:
+            return StepHandle(plan, steps.replay("head", plan.num_seqs), targets=targets)
         hidden = head.hidden if head.sample_indices is None else head.hidden[head.sample_indices]
-        counts = head.asked["num_logprobs"]
-        if not head.asked["is_edited"].any() and counts.max() < 0:
-            token_ids = steps.run(
-                "head", plan.num_seqs, partial(self.sample_hidden, hidden, head.rows, head.positions, head.sampling)
-            )
-            return DeviceResult(token_ids, targets=targets)
         logits = self.model.compute_logits(hidden)
-        token_ids = self.sampler.sample(logits, head.rows, head.positions, edits, head.sampling)
-        return DeviceResult(token_ids, start_logprobs(plan, counts, token_ids, logits, self.backend), targets)
+        token_ids = self.sampler.sample(logits, head.rows, head.positions, edits)
+        logprobs = start_logprobs(plan, counts, token_ids, logits, self.backend) if keeps_logits else None
+        return StepHandle(plan, token_ids, logprobs, targets)
 
-    def sample_hidden(self, hidden: Tensor, rows: Tensor, positions: Tensor, sampling: Tensor | None = None) -> Tensor:
-        """For each of n hidden states, [n, hidden], compute logits and sample one token without edits.
+    def forward(self, plan: StepPlan) -> tuple[StepInputs, Tensor]:
+        """Compute the hidden states of all tokens, [num_tokens, hidden]. Returns the step's inputs, too."""
+        return self.run_model(self.make_inputs(plan.num_seqs, plan.num_tokens).with_lengths(plan))
 
-        Returns int32 [n]. `HeadInputs` explains the other arguments.
+    def forward_decodes(self, num_seqs: int) -> tuple[StepInputs, Tensor]:
+        """Compute as `forward` does, in a step of which each sequence computes one token.
+
+        This is what `Steps` record. So it depends on no number of a plan but num_seqs.
         """
-        return self.sampler.sample(self.model.compute_logits(hidden), rows, positions, sampling=sampling)
+        return self.run_model(self.make_inputs(num_seqs, num_seqs))
 
     def sample_decodes(self, inputs: StepInputs, hidden: Tensor) -> Tensor:
-        """Sample as `sample_hidden` does, in a step that only decodes: each sequence has one hidden state.
+        """Sample one token for each sequence of such a step, without edits. Returns int32 [num_seqs]."""
+        return self.sampler.sample(self.model.compute_logits(hidden), inputs.rows, inputs.seq_lens)
 
-        `CudaGraphs` records this call before any plan exists. A later step replays the recording, and does not call
-        `sample_hidden`.
-        """
-        return self.sample_hidden(hidden, inputs.rows, inputs.seq_lens)
-
-    def forward(self, planned: DevicePlan) -> tuple[StepInputs, Tensor]:
-        """Compute the hidden states of all tokens, [num_tokens, hidden]. Returns the step's inputs, too."""
+    def make_inputs(self, num_seqs: int, num_tokens: int) -> StepInputs:
+        """Make the inputs of the layers from the plan in the staging buffer, and from the tables."""
+        lengths = find_lengths(num_seqs, num_tokens)
+        rows, num_computed, num_scheduled, _, _, token_ids, *_ = torch.split(
+            self.staging.buffer[: sum(lengths)], lengths
+        )
         tables = (self.device_rows.block_tables, self.device_rows.last_token)
-        inputs = self.backend.step_inputs(planned, *tables, self.config.block_size)
+        planned = (rows, num_computed, num_scheduled, token_ids)
+        return self.backend.step_inputs(*planned, *tables, self.config.block_size)
+
+    def run_model(self, inputs: StepInputs) -> tuple[StepInputs, Tensor]:
+        """Compute the hidden states of all tokens. Returns the inputs, prepared for attention, too."""
         if (cache := next((cache for cache in self.caches if isinstance(cache, KVCache)), None)) is not None:
             num_heads = self.hf_config.num_attention_heads // self.parallel.size
             inputs = self.backend.prepare_attention(inputs, cache, num_heads)
@@ -216,10 +221,6 @@ class ModelRunner:
         """Return the bytes of this rank's states. In place of keys and values, a layer of linear attention keeps a
         state for each row, the padding row included. Most models have no such layer, so the result is 0."""
         return self.sizes.row_bytes(self.dtype) * (self.config.max_num_seqs + 1)
-
-    def count_transfer_bytes(self, num_tokens: int) -> int:
-        """Return the bytes of a pipeline's buffers for hidden states of num_tokens tokens; 0 without a pipeline."""
-        return 0
 
     def make_caches(self, num_blocks: int) -> list[LayerCache]:
         """Return the cache of each layer: blocks for keys and values, or a state for each row."""
@@ -257,8 +258,7 @@ class ModelRunner:
         with torch.device("meta"), default_dtype(self.dtype):
             self.model = self.decoder(self.hf_config, self.backend, self.parallel, self.config.max_model_len)
         allocate(self.model, self.device, () if quantizer is None else quantizer.list_matrices(self.model))
-        cos_sin = self.model.make_angles(self.hf_config, self.config.max_model_len)
-        self.model.cos_sin = cos_sin.to(self.device)
+        self.model.cos_sin = self.model.cos_sin.to(self.device)
         self.backend.prepare_weights(parameter for parameter in self.model.parameters() if not parameter.is_meta)
         self._read_weights(self.model)
         self.backend.pack_weights(self.model.modules())

@@ -15,7 +15,8 @@ from nanovllm.layers.linear import MatrixModule
 from nanovllm.layers.parallel import Parallel
 from nanovllm.layers.weights import WeightTarget
 from nanovllm.models.lora import Adapter
-from nanovllm.models.model_config import find_decoder
+from nanovllm.models.model_config import find_decoder, find_family
+from nanovllm.models.weight_names import find_elsewhere, find_module_targets
 from nanovllm.models.weight_reader import checkpoint_files, name_canonically, name_some, open_tensors
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.utils.checks import as_bool, as_integer, quote
@@ -235,9 +236,8 @@ class WeightLoad:
         self._runner = runner
         every_layer = Parallel(runner.parallel.rank, runner.parallel.size)
         with torch.device("meta"), default_dtype(runner.dtype):
-            self._shapes = find_decoder(runner.hf_config)(
-                runner.hf_config, runner.backend, every_layer, runner.config.max_model_len
-            )
+            self._shapes = find_decoder(runner.hf_config)(runner.hf_config, runner.backend, every_layer, 1)
+        self._unread = find_family(runner.hf_config).unread
         self._filling = None if runner.quantizer is None else runner.quantizer.begin(self._shapes)
         """Gathers the codes of quantised matrices; None if the model has none."""
         self._staged: dict[str, dict[str, Tensor]] = {}
@@ -265,7 +265,7 @@ class WeightLoad:
         self._find_places(names)
         targets = self._places
         ignored = {"lm_head.weight"} if self._shapes.tied else set()
-        ignored |= {name for name in names if name.startswith(self._shapes.unread)}
+        ignored |= {name for name in names if name.startswith(self._unread)}
         if unknown := names - targets.keys() - ignored:
             raise ValueError(f"the model has no weights called {name_some(unknown)}")
         for name, tensor in tensors:
@@ -281,7 +281,7 @@ class WeightLoad:
         self._places.clear()
         self._needed.clear()
         names = names.union(*self._come.values())
-        find_targets = self._shapes.module_targets
+        find_targets = partial(find_module_targets, self._shapes)
         if self._filling is not None:
             find_targets = partial(self._filling.find_targets, attaches=False)
         for path, name, target in find_targets(names):
@@ -300,7 +300,7 @@ class WeightLoad:
     def find_names(self, names: set[str]) -> set[str]:
         """Return the names of the tensors that the model reads, or leaves unread, of a checkpoint with these names."""
         self._find_places(names)
-        return self._places.keys() | {name for name in names if name.startswith(self._shapes.unread)}
+        return self._places.keys() | {name for name in names if name.startswith(self._unread)}
 
     def find_parts(self, names: set[str], changed: Collection[str]) -> list[str]:
         """Return the names of all tensors that fill the modules of the `changed` ones: each module's one after another.
@@ -322,7 +322,7 @@ class WeightLoad:
         """
         if name not in self._places:  # on a follower, which has not checked the names
             self._find_places({name})
-        is_mine = not name.startswith(self._runner.model.elsewhere)
+        is_mine = not name.startswith(find_elsewhere(self._runner.model))
         for path, target in self._places[name]:
             if is_mine:
                 self._gather(path, target, tensor)

@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from nanovllm.backends import Backend, find_backend
+from nanovllm.backends.devices import DEVICES
 from nanovllm.config import DEFAULT_NUM_SEQS, TOKEN_BUDGETS, WORTH_COMPILING, EngineConfig, ResolvedConfig
 from nanovllm.layers.parallel import Parallel
 from nanovllm.models.decoder import share_heads
 from nanovllm.models.model_config import limit_length
-from nanovllm.models.sizes import Sizes
+from nanovllm.models.sizes import Sizes, check_shares
 from nanovllm.ops.sample import SamplingValues
 from nanovllm.utils.checks import quote
 
@@ -40,7 +41,7 @@ def resolve(
     block_size = None if config.kvcache_block_size == "auto" else int(config.kvcache_block_size)
     heads = (hf_config.head_dim, find_group(hf_config, config.tensor_parallel_size))
     if config.tensor_parallel_size > 1:
-        Sizes(hf_config, config.tensor_parallel_size)  # raises an error if the ranks cannot share the model
+        check_shares(hf_config, config.tensor_parallel_size)
     work = Work(device, read_dtype(hf_config), *heads, block_size, sizes.num_parameters, config.kv_cache_dtype)
     if gpu_memory is None:
         dtype = resolve_dtype(config.dtype, config.attention_backend, work)
@@ -57,17 +58,17 @@ def resolve(
         block_size = block_size or LARGEST_DEFAULT_BLOCK
         num_devices = config.num_ranks
         refused = []
-    is_cuda = device.type == "cuda"
+    runs_beside_host = DEVICES[device.type].runs_beside_host
     resolved = {
         "device": str(device),
         "dtype": str(dtype).removeprefix("torch."),
         "attention_backend": name,
         # A CUDA graph cannot capture work of the host, where plain torch reads lengths.
-        "use_graphs": is_cuda and not config.enforce_eager and captures_steps,
+        "use_graphs": runs_beside_host and not config.enforce_eager and captures_steps,
         "block_size": block_size,
         "max_num_batched_tokens": config.max_num_batched_tokens or TOKEN_BUDGETS[device.type],
         "max_model_len": limit_length(hf_config, config.max_model_len),
-        "depth": 2 if config.overlap and is_cuda and config.speculative_config is None else 1,
+        "depth": 2 if config.overlap and runs_beside_host and config.speculative_config is None else 1,
         "vocab_size": int(hf_config.vocab_size),
         "num_devices": num_devices,
         "refused_params": refused,
@@ -89,20 +90,25 @@ def resolve_device(name: str) -> torch.device:
     "cuda" becomes the current device with its number, because each thread has a current device of its own.
     """
     if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
+        name = next(type for type in DEVICES if torch.get_device_module(type).is_available())
     try:
         device = torch.device(name)
     except RuntimeError:
         device = None
-    if device is None or device.type not in ("cpu", "cuda"):
-        raise ValueError(f'device is {quote(name)}; it must be "cpu", "cuda" or "auto"')
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError('device is "cuda", but torch finds no CUDA device here; use device="cpu" or "auto"')
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ValueError(f"device is {quote(name)}, but there are {torch.cuda.device_count()} CUDA devices")
-    if device.type == "cuda" and device.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return device
+    if device is None or device.type not in DEVICES:
+        names = ", ".join(f'"{type}"' for type in sorted(DEVICES))
+        raise ValueError(f'device is {quote(name)}; it must be {names} or "auto"')
+    if device.type == "cpu":
+        return device
+    module = torch.get_device_module(device.type)
+    kind = device.type.upper()
+    if not module.is_available():
+        raise ValueError(
+            f'device is "{device.type}", but torch finds no {kind} device here; use device="cpu" or "auto"'
+        )
+    if (device.index or 0) >= module.device_count():
+        raise ValueError(f"device is {quote(name)}, but there are {module.device_count()} {kind} devices")
+    return device if device.index is not None else torch.device(device.type, module.current_device())
 
 
 def read_dtype(hf_config: "PretrainedConfig") -> torch.dtype:
@@ -140,7 +146,7 @@ def resolve_dtype(name: str, backend: str, work: Work) -> torch.dtype:
     """
     if name != "auto":
         return getattr(torch, name)  # type: ignore[no-any-return]  # EngineConfig has checked the name
-    if work.dtype == torch.float16 and work.device.type == "cuda":
+    if work.dtype == torch.float16 and DEVICES[work.device.type].has_float16:
         return work.dtype
     if work.dtype == torch.bfloat16:
         may_be_cpu = "cpu" in list_candidates(backend, work)
@@ -151,21 +157,15 @@ def resolve_dtype(name: str, backend: str, work: Work) -> torch.dtype:
 
 def has_native_bfloat16(device: torch.device) -> bool:
     """Return whether the device computes bfloat16 in hardware."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_capability(device) >= (8, 0)
-    capabilities = torch.cpu.get_capabilities()
-    return any(bool(capabilities.get(name)) for name in ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16"))
+    return DEVICES[device.type].has_bfloat16(device)
 
 
 def list_candidates(name: str, work: Work) -> list[str]:
     """Return the names of the backends to try, the best first."""
     if name != "auto":
         return [name]
-    if work.device.type == "cuda":
-        return ["flash_attn", "triton", "torch"]
-    if work.num_parameters >= WORTH_COMPILING:
-        return ["cpu", "torch"]
-    return ["torch"]
+    is_worth_compiling = work.num_parameters >= WORTH_COMPILING
+    return [name for name in DEVICES[work.device.type].backends if name != "cpu" or is_worth_compiling]
 
 
 def resolve_backend(name: str, work: Work) -> type[Backend]:

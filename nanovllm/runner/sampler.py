@@ -22,7 +22,7 @@ def choose_samples(plan: StepPlan, inputs: StepInputs, backend: Backend) -> tupl
     drafts alone, and a recorded step can sample, too. (If no sequence of a step wants a sample, it does not sample.)
 
     `Sampler.sample` writes every sample to the row's last_token. After an unwanted sample, or after several samples of
-    one row, last_token is not valid. Nothing reads it then: the row's next plan has the token id itself, not -1.
+    one row, last_token is not valid. Nothing reads it then: the row's next plan has the token id itself.
 
     Returns:
         For n samples, sequence after sequence:
@@ -61,7 +61,6 @@ class Sampler:
         rows: Tensor,
         positions: Tensor,
         edits: StepEdits | None = None,
-        sampling: Tensor | None = None,
     ) -> Tensor:
         """Sample one token for each of n rows. Rank 0 samples and broadcasts the tokens to the other ranks.
 
@@ -70,22 +69,15 @@ class Sampler:
                 ranks other than 0.
             rows: int32 [n].
             positions: int32 [n], for each sampled token its index in its sequence.
-            sampling: int32 [n, width], the packed sampling values of each token. In a pipeline, a later plan may
-                have changed the device's table already: then the step brings its own copy of the values. None if the
-                table still has them.
 
         Returns:
-            int32 [n], -1 for a row whose logits are not a valid distribution. On ranks other than 0 the values mean
+            int32 [n], FAILED for a row whose logits are not a valid distribution. On ranks other than 0 the values mean
             nothing.
         """
         if logits is None:
             token_ids = checked = torch.empty_like(rows)
         else:
             sample = self._backend.sample if edits is None else partial(edits.sample, self._backend)
-            if sampling is None:
-                token_ids, checked = sample(logits, self._device_rows.sampling, rows, positions)
-            else:
-                every_row = torch.arange(len(sampling), dtype=torch.int32, device=sampling.device)
-                token_ids, checked = sample(logits, sampling, every_row, positions)
+            token_ids, checked = sample(logits, self._device_rows.sampling, rows, positions)
         self._backend.store_samples(self._parallel.broadcast(token_ids), rows, self._device_rows.last_token)
         return checked

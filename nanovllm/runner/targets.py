@@ -5,7 +5,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nanovllm.backends import Backend
-from nanovllm.engine.plan import EMBED, FloatArray, StepPlan
+from nanovllm.engine.plan import EMBED, FloatArray, IntArray, StepPlan
 from nanovllm.models.decoder import Decoder
 from nanovllm.outputs import Logprob
 from nanovllm.runner.head_inputs import HeadInputs
@@ -15,10 +15,15 @@ from nanovllm.runner.logprobs import Logprobs, pair_logits
 class Targets:
     """Computes the targets of a step: log-probabilities of tokens, and hidden states where a target is EMBED."""
 
-    def __init__(self, head: HeadInputs, model: Decoder, backend: Backend) -> None:
-        """Start to compute. The device may be at work when this returns."""
+    def __init__(self, head: HeadInputs, num_logprobs: IntArray, model: Decoder, backend: Backend) -> None:
+        """Start to compute. The device may be at work when this returns.
+
+        Args:
+            num_logprobs: int32 [num_seqs], how many of the most likely tokens each sequence asks for, beside targets.
+        """
         plan = head.plan
-        indices = find_targets(plan) if head.target_indices is None else head.target_indices
+        assert head.target_indices is not None, "the plan has targets"
+        indices = head.target_indices
         are_tokens = plan.targets != EMBED
         hidden = head.hidden
         self._token_ids = plan.targets[are_tokens]
@@ -28,13 +33,10 @@ class Targets:
             to_embed = backend.to_device(indices[~are_tokens])
             self._embeddings = backend.start_copy(hidden[to_embed].float())
         if are_tokens.any():
-            token_ids = head.targets
-            counts = np.repeat(head.asked["num_prompt_logprobs"], plan.num_scored)[are_tokens]
-            if not are_tokens.all():
-                indices = indices[are_tokens]
-                token_ids = token_ids[backend.to_device(np.flatnonzero(are_tokens))]
-            on_device = backend.to_device(indices)
-            pieces = pair_logits(on_device, token_ids, lambda some: model.compute_logits(hidden[some]))
+            counts = np.repeat(num_logprobs, plan.num_scored)[are_tokens]
+            scoring = backend.to_device(indices[are_tokens])
+            token_ids = backend.to_device(self._token_ids)
+            pieces = pair_logits(scoring, token_ids, lambda some: model.compute_logits(hidden[some]))
             self._scores = Logprobs(pieces, counts, backend)
 
     def read(self) -> tuple[list[dict[int, Logprob]], list[FloatArray]]:

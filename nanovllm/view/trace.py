@@ -8,7 +8,7 @@ a "plan" event and the arguments of an "update" span also tell what happened to 
 import json
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any
 
@@ -34,12 +34,21 @@ MAX_EVENTS = 100_000
 class Trace:
     """Writes the trace of one engine. It is a `StepObserver`."""
 
-    def __init__(self, path: str, device: str, scheduler: Scheduler, tokenizer: Tokenizer | None = None) -> None:
+    def __init__(
+        self,
+        path: str,
+        device: str,
+        scheduler: Scheduler,
+        tokenizer: Tokenizer | None = None,
+        take_spans: Callable[[], Iterable[tuple[int, str, int, float, float]]] = tuple,
+    ) -> None:
         """
         Args:
             device: the engine's device.
             scheduler: the engine's scheduler. Its queues are recorded, and what its block manager does to blocks.
             tokenizer: gives the text of tokens.
+            take_spans: returns what the ranks of a pipeline did since the last call: see `StageSpan`. The numbers of
+                plans count from the step that was read last.
 
         Raises:
             ValueError: the file cannot be written.
@@ -50,6 +59,7 @@ class Trace:
             raise ValueError(f"trace file {path} cannot be written: {error}") from error
         self._path = path
         self._tokenizer = tokenizer
+        self._take_spans = take_spans
         self._start = time.perf_counter()
         self._device_free_at = 0.0
         self._num_events = 0
@@ -125,6 +135,7 @@ class Trace:
         The runner measures how long the device worked, but not when it began. The span begins after the launch, and
         after the span of the step before.
         """
+        spans = self._take_spans()
         if self._stopped_at is not None and number >= self._stopped_at:
             if not self._file.closed:
                 logger.warning("%s has %d events: the rest of the run is not recorded", self._path, self._num_events)
@@ -145,16 +156,17 @@ class Trace:
             if name == "update":
                 args = json.dumps({"step": number, **self._collect_progress(step.seqs)})
             lines.append(self._format_span(name, HOST, start, seconds, args))
-        self._record_ranks(number, result)
+        self._record_ranks(number, spans)
         self._flush()
 
-    def _record_ranks(self, number: int, result: StepResult) -> None:
+    def _record_ranks(self, number: int, spans: Iterable[tuple[int, str, int, float, float]]) -> None:
         """Record what the ranks of a pipeline did since the last step was read.
 
         Args:
             number: the number of the step that was read now.
+            spans: what `take_spans` returned.
         """
-        for rank, name, distance, start, seconds in result.spans:
+        for rank, name, distance, start, seconds in spans:
             if number + distance < 1:
                 continue  # a step that only measured costs, before the first one
             thread = DEVICE + 1 + rank

@@ -154,8 +154,7 @@ def misaligned() -> Iterator[set[str]]:
 
 
 def run_step(runner: ModelRunner, plan: StepPlan, edits: LogitEdits | None = None) -> None:
-    packed = torch.zeros(plan.packed_size, dtype=torch.int32, device=DEVICE)
-    runner.run_head(runner.run_layers(plan, packed, EAGER), edits)
+    runner.run_head(runner.run_layers(plan, EAGER), edits)
 
 
 def make_edits(num_rows: int, vocab: int, has_masks: bool, has_penalties: bool) -> LogitEdits:
@@ -171,8 +170,11 @@ def make_edits(num_rows: int, vocab: int, has_masks: bool, has_penalties: bool) 
 class Unreplayed(CudaGraphs):
     """Runs a part of a step where it would be replayed: its kernels are those that a capture launches."""
 
-    def run(self, part: Any, size: int, work: Callable[[], Any]) -> Any:
-        return work()
+    def replay(self, part: Any, size: int) -> Any:
+        if part == "layers":
+            self.layers = self._runner.forward_decodes(size)
+            return self.layers
+        return self._runner.sample_decodes(*self.layers)
 
 
 def run_replayed(runner: ModelRunner, size: int, edits: LogitEdits | None = None) -> None:
@@ -180,7 +182,7 @@ def run_replayed(runner: ModelRunner, size: int, edits: LogitEdits | None = None
     if edits is not None:
         runner.device_rows.sampling_cpu["is_edited"] = 1
     plan = unscored_plan([1] * size)
-    runner.run_head(runner.run_layers(plan, runner.staging.buffer[: plan.packed_size], Unreplayed(runner)), edits)
+    runner.run_head(runner.run_layers(plan, Unreplayed(runner)), edits)
     runner.device_rows.sampling_cpu["is_edited"] = 0
 
 
@@ -271,7 +273,8 @@ def serve_as_a_stage(runner: ModelRunner) -> None:
             return
         handle = PipelineHandle(first, 1, plan, edits)
         hidden = runner.receive(handle.num_wanted, 2, 1)
-        runner.run_head(first._take_hidden(handle, hidden), edits, handle.steps)
+        head, steps, _ = handle.front
+        runner.run_head(first._take_hidden(head, hidden, steps), edits, steps)
 
     def send(parts: list[Any]) -> torch.Tensor:
         return torch.zeros(sum(map(len, parts)), dtype=torch.int32, device=DEVICE)

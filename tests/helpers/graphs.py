@@ -13,7 +13,10 @@ class StandInGraphs(CudaGraphs):
         self.sizes_run = set()
         self.parts_run = Counter()
 
-    def run(self, part, size, work):
+    def replay(self, part, size):
         self.sizes_run.add(size)
         self.parts_run[part] += 1
-        return work()
+        if part == "layers":
+            self.layers = self._runner.forward_decodes(size)
+            return self.layers
+        return self._runner.sample_decodes(*self.layers)

@@ -25,7 +25,7 @@ from nanovllm.ops.sample import (
     uniform_reference,
     unpack_sampling,
 )
-from nanovllm.ops.step_inputs import DevicePlan, StepInputs, step_inputs_reference
+from nanovllm.ops.step_inputs import StepInputs, step_inputs_reference
 from nanovllm.ops.token_logprobs import TokenLogprobs, token_logprobs_reference
 
 CPU = torch.device("cpu")
@@ -338,7 +338,7 @@ def check_token_logprobs(
 
 
 def check_step_inputs(
-    make: Callable[[DevicePlan, Tensor, Tensor, int], StepInputs],
+    make: Callable[..., StepInputs],
     scheduled: list[int],
     device: torch.device = DEVICE,
 ) -> None:
@@ -354,15 +354,15 @@ def check_step_inputs(
     token_ids[:2] = -1
     computed = torch.randint(0, 200, (num_seqs,), generator=generator, dtype=torch.int32)
     arrays = rows, computed, torch.tensor(scheduled, dtype=torch.int32), token_ids
-    planned = DevicePlan(*(array.to(device) for array in arrays), num_decodes=0)
-    got = make(planned, block_tables, last_token, 16)
-    expected = step_inputs_reference(planned, block_tables, last_token, 16)
+    given = (*(array.to(device) for array in arrays), block_tables, last_token, 16)
+    got = make(*given)
+    expected = step_inputs_reference(*given)
     for field in fields(StepInputs):
         ours, theirs = (getattr(inputs, field.name) for inputs in (got, expected))
         if isinstance(theirs, Tensor):
             assert torch.equal(ours, theirs) and ours.dtype == theirs.dtype, field.name
         else:
-            assert ours is theirs, field.name
+            assert ours == theirs, field.name
 
 
 def edit_case(vocab_size: int, seed: int = 0) -> tuple[Tensor, MaskAndPenalties]:

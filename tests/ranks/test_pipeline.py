@@ -119,11 +119,11 @@ class Runs:
             local = getattr(runner, "local", runner)
             sample = local.sampler.sample
 
-            def spy(logits: Tensor, rows: Tensor, positions: Tensor, edits: Any = None, sampling: Any = None) -> Tensor:
-                seeds = unpack_sampling(local.device_rows.sampling[rows] if sampling is None else sampling).seeds
+            def spy(logits: Tensor, rows: Tensor, positions: Tensor, edits: Any = None) -> Tensor:
+                seeds = unpack_sampling(local.device_rows.sampling[rows]).seeds
                 for row, seed, position in zip(logits, seeds.tolist(), positions.tolist(), strict=True):
                     self.logits[seed, position] = row.clone()
-                return sample(logits, rows, positions, edits, sampling)
+                return sample(logits, rows, positions, edits)
 
             local.sampler.sample = spy
             if llm.engine.scheduler.speculation is not None:

@@ -23,7 +23,7 @@ from nanovllm.backends.staging import Staging
 from nanovllm.backends.steps import EAGER
 from nanovllm.distributed.ring import HEADER, pack_plan
 from nanovllm.engine.plan import StepPlan
-from nanovllm.ops.step_inputs import DevicePlan, step_inputs_reference
+from nanovllm.ops.step_inputs import step_inputs_reference
 from nanovllm.runner.device_rows import DeviceRows
 from nanovllm.runner.kv_memory import blocks_that_fit
 from nanovllm.sampling_params import SamplingParams
@@ -57,8 +57,7 @@ def test_padding_reads_a_row_of_nobody_and_stores_nothing():
     padded = plan.pad(8, tables.padding_row)
     assert padded.rows.tolist() == [*plan.rows.tolist(), *[tables.padding_row] * 5]
     arrays = (padded.rows, padded.num_computed, padded.num_scheduled, padded.token_ids)
-    planned = DevicePlan(*map(torch.from_numpy, arrays), num_decodes=8)
-    slots = step_inputs_reference(planned, tables.block_tables, tables.last_token, 4).slots
+    slots = step_inputs_reference(*map(torch.from_numpy, arrays), tables.block_tables, tables.last_token, 4).slots
     assert (slots[:3] >= 4).all() and (slots[3:] == -1).all()
     assert padded.num_tokens == padded.num_decodes == 8 and padded.num_sampled.sum() == 3
 
@@ -256,10 +255,10 @@ def test_steps_with_more_sequences_than_the_largest_graph_run_eagerly(random_mod
         graphs = StandInGraphs(runner)
         run_layers = runner.run_layers
 
-        def note(plan, packed, steps):
+        def note(plan, steps):
             if steps is EAGER:
                 eager.append(plan)
-            return run_layers(plan, packed, steps)
+            return run_layers(plan, steps)
 
         monkeypatch.setattr(runner, "run_layers", note)
         runner.steps = graphs

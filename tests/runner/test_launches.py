@@ -97,10 +97,8 @@ def test_a_shared_expert_takes_two_products_and_an_activation_more() -> None:
 
 def test_a_mixed_step_waits_for_nothing_and_copies_nothing() -> None:
     plan = unscored_plan([1, 1, 100, 198])
-    with pretend_runner() as runner:
-        packed = torch.zeros(plan.packed_size, dtype=torch.int32, device=DEVICE)
-        with noted() as launches, Operators() as operators:
-            runner.run_head(runner.run_layers(plan, packed, EAGER))
+    with pretend_runner() as runner, noted() as launches, Operators() as operators:
+        runner.run_head(runner.run_layers(plan, EAGER))
     counts = Counter(launch.kernel.__name__ for launch in launches)
     in_layers = dict.fromkeys((*A_LAYER, "_prefill_kernel"), LAYERS)
     assert counts == ONCE | in_layers | {"_rms_norm_kernel": 2 * LAYERS + 1}

@@ -1,7 +1,9 @@
 """Our C++ kernels for the CPU, compiled on first use; and the packed weights and the memory that they work on."""
 
+import re
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,13 +21,20 @@ from nanovllm.layers.embedding import LMHead, VocabParallelEmbedding
 from nanovllm.layers.weights import ShardedLayer
 from nanovllm.ops.attention import KVCache
 from nanovllm.ops.norm_rope_store import NormRope
-from nanovllm.ops.sample import Sampled
-from nanovllm.ops.step_inputs import DevicePlan, StepInputs, empty_step_inputs
+from nanovllm.ops.sample import Sampled, SamplingValues
+from nanovllm.ops.step_inputs import StepInputs, empty_step_inputs
 from nanovllm.ops.token_logprobs import TokenLogprobs
 from nanovllm.utils.machine import torch_in_one_thread
 
 if TYPE_CHECKING:
     from nanovllm.runner.model_runner import ModelRunner
+
+
+def find_sampling_values() -> tuple[str, ...]:
+    """Return the fields of `SamplingValues` that the kernel reads: `request.top_k` in sample.h reads top_k."""
+    read = re.findall(r"\brequest\.(\w+)", Path(__file__).with_name("sample.h").read_text())
+    values = {"seeds" if name.startswith("seed_") else name for name in read}
+    return tuple(name for name in SamplingValues._fields if name in values)
 
 
 class CpuBackend(Backend):
@@ -39,7 +48,7 @@ class CpuBackend(Backend):
     dtypes = (torch.bfloat16, torch.float32)
     head_dims = tuple(range(2 * LANES, MAX_HEAD_DIM + 1, 2 * LANES))
     groups = range(1, 48 + 1)
-    sampling_values = ("temperature", "top_k", "top_p", "min_p", "seeds")
+    sampling_values = find_sampling_values()
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         super().__init__(device)
@@ -63,7 +72,7 @@ class CpuBackend(Backend):
         config = runner.config
         if config.num_ranks > 1 or config.enforce_eager:
             return super().make_steps(runner)
-        return RecordedSteps(config.max_num_seqs)
+        return RecordedSteps(runner)
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         return self.library.zeros(shape, dtype)
@@ -127,10 +136,19 @@ class CpuBackend(Backend):
         self.library.call("attend", q.dtype, q, *cache, tables, inputs.cu_seqlens, inputs.seq_lens, out, *sizes)
         return out
 
-    def step_inputs(self, planned: DevicePlan, block_tables: Tensor, last_token: Tensor, block_size: int) -> StepInputs:
-        made = empty_step_inputs(planned, block_tables.shape[1], self.scratch.empty)
-        sizes = (len(planned.rows), len(last_token) - 1, block_tables.shape[1], block_size)
-        given = (planned.rows, planned.num_computed, planned.num_scheduled, planned.token_ids, block_tables, last_token)
+    def step_inputs(
+        self,
+        rows: Tensor,
+        num_computed: Tensor,
+        num_scheduled: Tensor,
+        token_ids: Tensor,
+        block_tables: Tensor,
+        last_token: Tensor,
+        block_size: int,
+    ) -> StepInputs:
+        made = empty_step_inputs(rows, len(token_ids), block_tables.shape[1], self.scratch.empty)
+        sizes = (len(rows), len(last_token) - 1, block_tables.shape[1], block_size)
+        given = (rows, num_computed, num_scheduled, token_ids, block_tables, last_token)
         results = (made.token_ids, made.positions, made.slots, made.cu_seqlens, made.seq_lens, made.block_tables)
         self.library.call("step_inputs", None, *given, *results, *sizes)
         return made

@@ -1,13 +1,18 @@
 """Decode steps on a CPU, recorded: the kernels of a step are called again, without the Python between them."""
 
+import weakref
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanovllm.backends.cpu.library import RecordedCalls, record_calls
 from nanovllm.backends.cpu.scratch import Scratch, borrow_from
 from nanovllm.backends.steps import StepPart, Steps
+
+if TYPE_CHECKING:
+    from nanovllm.runner.model_runner import ModelRunner
 
 MOST_SEQS = 64
 """The most sequences of a recorded step. In a larger one the Python between the kernels takes next to nothing."""
@@ -30,17 +35,29 @@ class RecordedSteps(Steps):
         most_seqs: the most sequences of a step that can be recorded; 0 if no step can be.
     """
 
-    def __init__(self, max_num_seqs: int) -> None:
-        self.most_seqs = min(max_num_seqs, MOST_SEQS)
+    def __init__(self, runner: "ModelRunner") -> None:
+        """Nothing is recorded yet.
+
+        Args:
+            runner: the runner whose steps are recorded.
+        """
+        # No strong reference: the runner has this object, and a cycle would keep a dropped engine's memory.
+        self._runner: ModelRunner = weakref.proxy(runner)
+        self.most_seqs = min(runner.config.max_num_seqs, MOST_SEQS)
         self._scratch = Scratch(keeps_all=True)
         self._recordings: dict[tuple[StepPart, int], tuple[RecordedCalls, Any]] = {}
         """{part and size of a step: its calls, and the tensors that they write, always at the same addresses}."""
+        self._layers: Any = None
+        """Holds what the layers of the current step have returned."""
 
-    def run(self, part: StepPart, size: int, work: Callable[[], Any]) -> Any:
-        """Replay a part of a step of that size, which reads from the staging buffer or from the other part's results.
+    def replay(self, part: StepPart, size: int) -> Any:
+        if part == "layers":
+            self._layers = self._replay(part, size, partial(self._runner.forward_decodes, size))
+            return self._layers
+        return self._replay(part, size, partial(self._runner.sample_decodes, *self._layers))
 
-        The first time `work` runs it, and is recorded. Returns what `work` has returned.
-        """
+    def _replay(self, part: StepPart, size: int, work: Callable[[], Any]) -> Any:
+        """Replay a part of a step. The first time `work` runs it, and is recorded."""
         if (part, size) in self._recordings:
             calls, result = self._recordings[part, size]
             calls.replay()

@@ -11,8 +11,7 @@ import torch
 from tqdm import tqdm
 
 from nanovllm.backends.steps import StepPart, Steps
-from nanovllm.engine.plan import StepPlan, make_padding
-from nanovllm.ops.step_inputs import split_packed
+from nanovllm.engine.plan import StepPlan
 
 if TYPE_CHECKING:
     from nanovllm.runner.model_runner import ModelRunner
@@ -87,8 +86,7 @@ class CudaGraphs(Steps):
             stream = _capture_stream(torch.cuda.current_device())
             current = torch.cuda.current_stream()
             for size in tqdm(sizes, desc="Capturing graphs", disable=not show_progress):
-                padding = torch.from_numpy(make_padding(size, self._runner.device_rows.padding_row)).view(-1)
-                self._runner.staging.buffer[: len(padding)].copy_(padding)
+                self._runner.staging.send(StepPlan.make_padding(size, self._runner.device_rows.padding_row).arrays())
                 stream.wait_stream(current)
                 with torch.cuda.stream(stream):
                     self.run_once(size)  # compiles kernels and warms libraries up, outside the capture
@@ -106,11 +104,10 @@ class CudaGraphs(Steps):
         """Yield each part of a decode step of that size, and what runs it. The caller runs one before it takes the
         next."""
         runner = self._runner
-        planned = split_packed(runner.staging.buffer, size, size, None)
         results: list[Any] = []
 
         def run_layers() -> Any:
-            results[:] = runner.forward(planned)
+            results[:] = runner.forward_decodes(size)
             return tuple(results)
 
         yield "layers", run_layers
@@ -131,11 +128,7 @@ class CudaGraphs(Steps):
         """Return a plan of decodes, padded to the size of the smallest graph that holds it."""
         return plan.pad(smallest_that_holds(self.sizes, plan.num_seqs), self._runner.device_rows.padding_row)
 
-    def run(self, part: StepPart, size: int, work: Callable[[], Any]) -> Any:
-        """Replay a part of a step: the model on what the staging buffer holds, the sampler on its results.
-
-        Returns what `work` returned when it was captured: it is written anew, and lives until the next replay.
-        """
+    def replay(self, part: StepPart, size: int) -> Any:
         graph, result = self._graphs[part, size]
         graph.replay()
         return result

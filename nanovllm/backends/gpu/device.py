@@ -42,7 +42,7 @@ class CudaBackend(Backend):
         if not runner.config.use_graphs:
             return super().make_steps(runner)
         graphs = CudaGraphs(runner)
-        graphs.capture(show_progress=runner.parallel.number == 0)
+        graphs.capture(show_progress=runner.parallel.rank == 0)
         return graphs
 
     def make_staging(self, size: int) -> PinnedStaging:

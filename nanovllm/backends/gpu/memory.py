@@ -88,8 +88,7 @@ def _measure_largest_step(runner: "ModelRunner") -> int:
     plan.rows[:] = runner.device_rows.padding_row
     runner.launch(plan).result()
     num_bytes: int = torch.cuda.max_memory_allocated(runner.device)
-    num_bytes += runner.count_transfer_bytes(plan.num_tokens)
-    if runner.parallel.number == 0:
+    if runner.parallel.rank == 0:
         num_edited = min(config.max_num_seqs * (1 + config.num_speculative_tokens), config.max_num_batched_tokens)
         edits = EDIT_BYTES * num_edited + COUNT_BYTES * config.max_num_seqs
         num_bytes += edits * runner.hf_config.vocab_size

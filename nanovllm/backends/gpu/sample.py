@@ -4,7 +4,15 @@ import torch
 from torch import Tensor
 
 from nanovllm.backends.gpu.launch import launch, wait_for_predecessor
-from nanovllm.backends.gpu.sample_filter import PART, filter_rows, is_broken, is_filtered, load_sampling, weigh
+from nanovllm.backends.gpu.sample_filter import (
+    PART,
+    drop_filtered,
+    filter_rows,
+    is_broken,
+    is_filtered,
+    load_sampling,
+    weigh,
+)
 from nanovllm.backends.gpu.triton_shim import next_power_of_2, tl, triton
 from nanovllm.ops.sample import CHUNK, Sampled
 from nanovllm.utils.integers import ceil_div
@@ -54,7 +62,7 @@ def _stats_kernel(
     token = chunk * CHUNK + part[:, None] * PART + tl.arange(0, PART)[None, :]
     x = tl.load(logits_ptr + row * row_stride + token, mask=token < vocab_size, other=float("-inf")).to(tl.float32)
     x = tl.where(x < float("inf"), x, float("inf"))  # NaN becomes inf: the row's maximum then shows that it is broken
-    temperature, _, _, _, _ = load_sampling(table_ptr, rows_ptr, row)
+    temperature, _, _ = load_sampling(table_ptr, rows_ptr, row)
     scale = 1.0 / tl.where(temperature > 0.0, temperature, 1.0)  # less exact than a division, but enough for sums
     part_max = tl.max(x, 1)
     origin = tl.where(part_max > float("-inf"), part_max, 0.0)  # -inf - -inf would be NaN
@@ -107,7 +115,7 @@ def _draw_kernel(
     exists = chunks < num_chunks
     maxima = tl.load(chunk_max_ptr + row * num_chunks + chunks, mask=exists, other=float("-inf"))
     row_max = tl.max(maxima, 0)
-    temperature, top_k, top_p, min_p, seed = load_sampling(table_ptr, rows_ptr, row)
+    temperature, filters, seed = load_sampling(table_ptr, rows_ptr, row)
     if is_broken(row_max):
         tl.store(token_ptr + row, 0)
         tl.store(checked_ptr + row, -1)
@@ -118,7 +126,7 @@ def _draw_kernel(
         tl.store(token_ptr + row, best)
         tl.store(checked_ptr + row, best)
         return
-    filtered = is_filtered(top_k, top_p, min_p, vocab_size)
+    filtered = is_filtered(filters, vocab_size)
     chunk_weights = tl.load(chunk_weight_ptr + row * num_chunks + chunks, mask=exists, other=0.0)
     # The stats kernel weighed a chunk relative to the chunk's maximum, the filter kernel relative to the row's.
     _, shrink = weigh(maxima, row_max, temperature)
@@ -129,7 +137,7 @@ def _draw_kernel(
     x = tl.load(logits_ptr + row * row_stride + token, mask=token < vocab_size, other=float("-inf")).to(tl.float32)
     z, weight = weigh(x, row_max, temperature)
     threshold = tl.load(threshold_ptr + row, mask=filtered, other=float("-inf"))
-    weight = tl.where((z >= threshold) & (weight >= min_p), weight, 0.0)
+    weight = drop_filtered(z, weight, threshold, filters)
     inside, _ = _find_first_above_target(weight, target - before, CHUNK)
     tl.store(token_ptr + row, chunk * CHUNK + inside)
     tl.store(checked_ptr + row, chunk * CHUNK + inside)

@@ -23,6 +23,9 @@ PART = 64
 TOKENS = tl.constexpr(PART)
 """Tokens of a part."""
 
+SAMPLING_VALUES = ("temperature", "top_k", "top_p", "min_p", "seeds")
+"""The fields of `SamplingValues` that these kernels read, and those of sample.py."""
+
 WIDTH = tl.constexpr(len(SAMPLING_COLUMNS))
 TEMPERATURE = tl.constexpr(SAMPLING_COLUMNS["temperature"])
 TOP_K = tl.constexpr(SAMPLING_COLUMNS["top_k"])
@@ -37,7 +40,10 @@ _UNUSED_BITS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}
 
 @triton.jit
 def load_sampling(table_ptr, rows_ptr, i):
-    """Do what `unpack_sampling` does, for row i of the logits. The compiler drops the values that a kernel ignores."""
+    """Do what `unpack_sampling` does, for row i of the logits: return temperature, filters and seed.
+
+    The compiler drops the values that a kernel ignores.
+    """
     packed_ptr = table_ptr + tl.load(rows_ptr + i).to(tl.int64) * WIDTH
     temperature = tl.load(packed_ptr + TEMPERATURE).to(tl.float32, bitcast=True)
     top_k = tl.load(packed_ptr + TOP_K)
@@ -45,7 +51,7 @@ def load_sampling(table_ptr, rows_ptr, i):
     min_p = tl.load(packed_ptr + MIN_P).to(tl.float32, bitcast=True)
     seed_low = tl.load(packed_ptr + SEED_LOW).to(tl.int64) & 0xFFFFFFFF
     seed = (tl.load(packed_ptr + SEED_HIGH).to(tl.int64) << 32) | seed_low
-    return temperature, top_k, top_p, min_p, seed
+    return temperature, (top_k, top_p, min_p), seed
 
 
 @triton.jit
@@ -62,9 +68,17 @@ def is_broken(row_max):
 
 
 @triton.jit
-def is_filtered(top_k, top_p, min_p, vocab_size):
+def is_filtered(filters, vocab_size):
     """Return whether a row has any filter."""
+    top_k, top_p, min_p = filters
     return ((top_k > 0) & (top_k < vocab_size)) | (top_p < 1.0) | (min_p > 0.0)
+
+
+@triton.jit
+def drop_filtered(z, weight, threshold, filters):
+    """Return the weights of tokens, 0 for those that the filters drop: all below the threshold or below min-p."""
+    _, _, min_p = filters
+    return tl.where((z >= threshold) & (weight >= min_p), weight, 0.0)
 
 
 @triton.jit
@@ -216,9 +230,10 @@ def _filter_kernel(
     # Rows that are greedy, broken or without a filter end at once. Padding may be filtered, which only costs time.
     wait_for_predecessor(PDL)
     row = tl.program_id(0).to(tl.int64)
-    temperature, top_k, top_p, min_p, _ = load_sampling(table_ptr, rows_ptr, row)
-    if (temperature <= 0.0) | (is_filtered(top_k, top_p, min_p, vocab_size) == 0):
+    temperature, filters, _ = load_sampling(table_ptr, rows_ptr, row)
+    if (temperature <= 0.0) | (is_filtered(filters, vocab_size) == 0):
         return
+    top_k, top_p, min_p = filters
     IN_CHUNK: tl.constexpr = CHUNK // TOKENS
     num_parts = num_chunks * IN_CHUNK
     row_ptr = logits_ptr + row * row_stride

@@ -29,7 +29,7 @@ def compile_kernels(runner: "ModelRunner", runs_on_fake_tensors: bool) -> None:
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    is_rank_0 = runner.parallel.number == 0
+    is_rank_0 = runner.parallel.rank == 0
     runner.parallel.sends_nothing = True
     try:
         with compile_launches(show_progress=is_rank_0), FakeTensorMode(allow_non_fake_inputs=True):
@@ -64,8 +64,7 @@ def launch_steps(runner: "ModelRunner") -> None:
         runner.caches = runner.make_caches(1)
         for plan in plans:
             unscored = plan._replace(num_scored=np.zeros_like(plan.num_scored), targets=plan.targets[:0])
-            packed = runner.staging.buffer[: unscored.packed_size]
-            runner.run_head(runner.run_layers(unscored, packed, EAGER))
+            runner.run_head(runner.run_layers(unscored, EAGER))
         for size in sizes:
             graphs.run_once(size)
     runner.caches = []

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from nanovllm.backends.gpu.launch import launch, wait_for_predecessor
 from nanovllm.backends.gpu.triton_shim import next_power_of_2, tl, triton
-from nanovllm.ops.step_inputs import DevicePlan, StepInputs, empty_step_inputs
+from nanovllm.ops.step_inputs import StepInputs, empty_step_inputs
 
 
 @triton.jit(
@@ -76,12 +76,20 @@ def step_inputs_config(num_seqs: int, block_size: int) -> dict[str, int]:
     return {"BLOCK_SIZE": block_size, "MAX_SEQS": max_seqs, "BLOCK": 256, "num_warps": 4}
 
 
-def step_inputs(planned: DevicePlan, block_tables: Tensor, last_token: Tensor, block_size: int) -> StepInputs:
+def step_inputs(
+    rows: Tensor,
+    num_computed: Tensor,
+    num_scheduled: Tensor,
+    token_ids: Tensor,
+    block_tables: Tensor,
+    last_token: Tensor,
+    block_size: int,
+) -> StepInputs:
     """Do what `step_inputs_reference` does, in one kernel."""
-    num_seqs = len(planned.rows)
+    num_seqs = len(rows)
     max_blocks = block_tables.shape[1]
-    made = empty_step_inputs(planned, max_blocks, functools.partial(torch.empty, device=planned.rows.device))
-    given = (planned.rows, planned.num_computed, planned.num_scheduled, planned.token_ids, block_tables, last_token)
+    made = empty_step_inputs(rows, len(token_ids), max_blocks, functools.partial(torch.empty, device=rows.device))
+    given = (rows, num_computed, num_scheduled, token_ids, block_tables, last_token)
     results = (made.token_ids, made.positions, made.slots, made.cu_seqlens, made.seq_lens, made.block_tables)
     args = (*given, *results, num_seqs, len(last_token) - 1, max_blocks)
     launch(_step_inputs_kernel, (num_seqs,), args, step_inputs_config(num_seqs, block_size))

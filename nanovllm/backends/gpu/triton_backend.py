@@ -13,6 +13,7 @@ from nanovllm.backends.gpu.paged_decode import decode_metadata, paged_decode
 from nanovllm.backends.gpu.paged_prefill import paged_prefill
 from nanovllm.backends.gpu.rms_norm import add_rms_norm, rms_norm
 from nanovllm.backends.gpu.sample import sample
+from nanovllm.backends.gpu.sample_filter import SAMPLING_VALUES
 from nanovllm.backends.gpu.step_inputs import step_inputs
 from nanovllm.backends.gpu.token_logprobs import token_logprobs
 from nanovllm.backends.gpu.triton_shim import INTERPRETED
@@ -30,7 +31,7 @@ class TritonKernels(Backend):
     head_dims = (32, 64, 128, 256)
     groups = (1, 2, 3, 4, 5, 6, 7, 8, 16)
     block_sizes = (16, 32, 64, 128, 256)
-    sampling_values = ("temperature", "top_k", "top_p", "min_p", "seeds")
+    sampling_values = SAMPLING_VALUES
 
     step_inputs = staticmethod(step_inputs)
     rms_norm = staticmethod(rms_norm)

@@ -3,7 +3,6 @@
 It computes the same numbers as transformers' modeling_qwen3_5. Pictures and multi-token prediction are not read.
 """
 
-import re
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
@@ -14,11 +13,10 @@ from nanovllm.backends import Backend, KVCache
 from nanovllm.layers.linear import ColumnParallelLinear, Part
 from nanovllm.layers.parallel import Parallel
 from nanovllm.layers.weights import NamedTargets, ShardedLayer, WeightTarget
-from nanovllm.models.decoder import Attention, Decoder, Layer, make_rotary_table
+from nanovllm.models.decoder import Attention, Decoder, Layer
 from nanovllm.models.model_config import find_rotary_dim
 from nanovllm.models.qwen3_5.delta_net import DeltaNet
 from nanovllm.models.qwen3_5.ops import HybridOperators
-from nanovllm.models.qwen3_5.states import resolve_states
 from nanovllm.ops.norm_rope_store import NormRope
 from nanovllm.ops.step_inputs import StepInputs
 
@@ -86,9 +84,10 @@ class GatedAttention(Attention, ShardedLayer):
 
 
 class HybridLayer(Layer):
-    """A DeltaNet or gated attention, and an MLP."""
+    """A DeltaNet or gated attention, and an MLP. Its norms multiply by 1 + weight."""
 
     norm_dtype = torch.float32
+    norm_plus = 1.0
 
     def make_attention(self, config: "PretrainedConfig", index: int, parallel: Parallel) -> nn.Module:
         is_linear = config.layer_types[index] == "linear_attention"
@@ -96,41 +95,25 @@ class HybridLayer(Layer):
 
 
 class HybridDecoder(Decoder):
-    """The model of one rank. Its norms multiply by 1 + weight."""
+    """The model of one rank."""
 
     layer_class = HybridLayer
-    norm_plus = 1.0
-    unread = ("model.visual.", "mtp.")
-    resolve_options = staticmethod(resolve_states)
 
-    @classmethod
-    def check_config(cls, config: "PretrainedConfig", source: str) -> None:
-        if unknown := set(config.layer_types) - {"full_attention", "linear_attention"}:
-            raise ValueError(f"{source}: layer_types {sorted(map(str, unknown))} are not supported")
-        for name in LINEAR_SIZES:
-            if getattr(config, name) < 1:
-                raise ValueError(f"{source}: {name} is {getattr(config, name)}; it must be at least 1")
-        dim = find_rotary_dim(config)
-        if dim % 2 or not 2 <= dim <= config.head_dim:
-            raise ValueError(
-                f"{source}: partial_rotary_factor rotates {dim} elements of a head of {config.head_dim}; it must be an "
-                "even number"
-            )
-        value_heads = config.linear_num_value_heads
-        key_heads = config.linear_num_key_heads
-        if value_heads % key_heads:
-            raise ValueError(f"{source}: {value_heads} value heads cannot share {key_heads} key heads evenly")
 
-    def make_angles(self, config: "PretrainedConfig", num_positions: int) -> Tensor:
-        """Return cosines and sines, float32 [num_positions, head_dim]. What does not rotate has the angle 0."""
-        angles = make_rotary_table(config, num_positions)
-        missing = (config.head_dim - angles.shape[1]) // 2
-        cos, sin = angles.chunk(2, dim=1)
-        return torch.cat((cos, cos.new_ones(num_positions, missing), sin, sin.new_zeros(num_positions, missing)), dim=1)
-
-    def name_in_checkpoint(self, path: str) -> str:
-        name = super().name_in_checkpoint(path)
-        layer = re.match(r"layers\.\d+", path)
-        if layer is not None and isinstance(self.get_submodule(f"{layer[0]}.self_attn"), DeltaNet):
-            return name.replace(".self_attn", ".linear_attn")
-        return name
+def check_hybrid(config: "PretrainedConfig", source: str) -> None:
+    """Check the values that `HybridDecoder` limits: see `Family.check`."""
+    if unknown := set(config.layer_types) - {"full_attention", "linear_attention"}:
+        raise ValueError(f"{source}: layer_types {sorted(map(str, unknown))} are not supported")
+    for name in LINEAR_SIZES:
+        if getattr(config, name) < 1:
+            raise ValueError(f"{source}: {name} is {getattr(config, name)}; it must be at least 1")
+    dim = find_rotary_dim(config)
+    if dim % 2 or not 2 <= dim <= config.head_dim:
+        raise ValueError(
+            f"{source}: partial_rotary_factor rotates {dim} elements of a head of {config.head_dim}; it must be an "
+            "even number"
+        )
+    value_heads = config.linear_num_value_heads
+    key_heads = config.linear_num_key_heads
+    if value_heads % key_heads:
+        raise ValueError(f"{source}: {value_heads} value heads cannot share {key_heads} key heads evenly")

@@ -23,14 +23,19 @@ if TYPE_CHECKING:
 class DeltaNet(ShardedLayer):
     """A convolution over the last tokens, the gated delta rule, and a gated norm. The ranks share the heads.
 
-    It stands in a layer where others have attention. In a checkpoint it is called linear_attn.
+    It stands in a layer where others have attention.
+
+    Attributes:
+        checkpoint_name: its name in a checkpoint, in place of self_attn.
     """
+
+    checkpoint_name = "linear_attn"
 
     def __init__(self, config: "PretrainedConfig", backend: Backend, parallel: Parallel) -> None:
         super().__init__()
         self.operators = backend.find_operators(HybridOperators, "hybrids")
         self.eps = config.rms_norm_eps
-        self.rank = parallel.rank
+        self.share = parallel.share
         self.key_dim: int = config.linear_key_head_dim
         self.value_dim: int = config.linear_value_head_dim
         self.all_value_heads: int = config.linear_num_value_heads
@@ -46,11 +51,11 @@ class DeltaNet(ShardedLayer):
         self.sections = ((0, keys), (all_keys, keys), (2 * all_keys, self.values))
         """(first row of the checkpoint's tensor, rows of this rank) of queries, keys and values."""
         parts = [
-            Part("in_proj_qkv", self.all_channels, first + self.rank * count, count) for first, count in self.sections
+            Part("in_proj_qkv", self.all_channels, first + self.share * count, count) for first, count in self.sections
         ]
-        parts.append(Part("in_proj_z", all_values, self.rank * self.values, self.values))
+        parts.append(Part("in_proj_z", all_values, self.share * self.values, self.values))
         for name in ("in_proj_b", "in_proj_a"):
-            parts.append(Part(name, self.all_value_heads, self.rank * self.value_heads, self.value_heads))
+            parts.append(Part(name, self.all_value_heads, self.share * self.value_heads, self.value_heads))
         self.in_proj = ColumnParallelLinear(config.hidden_size, parts, bias=False)
         self.conv = self._make(config.linear_conv_kernel_dim, self.channels)
         self.a_log = self._make(self.value_heads, dtype=torch.float32)
@@ -89,11 +94,11 @@ class DeltaNet(ShardedLayer):
         shape = (self.all_channels, 1, len(self.conv))
         offset = 0
         for first, count in self.sections:
-            rows = slice(first + self.rank * count, first + (self.rank + 1) * count)
+            rows = slice(first + self.share * count, first + (self.share + 1) * count)
             view = self.conv[:, offset : offset + count].t()
             yield f"{path}.conv1d.weight", WeightTarget(view, shape, (rows, 0, slice(None)))
             offset += count
-        heads = slice(self.rank * self.value_heads, (self.rank + 1) * self.value_heads)
+        heads = slice(self.share * self.value_heads, (self.share + 1) * self.value_heads)
         yield f"{path}.A_log", WeightTarget(self.a_log, (self.all_value_heads,), (heads,))
         yield f"{path}.dt_bias", WeightTarget(self.dt_bias, (self.all_value_heads,), (heads,))
         yield f"{path}.norm.weight", make_whole_target(self.norm)

@@ -20,7 +20,7 @@ def resolve_states(
     quantizer: Quantizer | None,
     gpu_memory: int | None = None,
 ) -> ResolvedConfig:
-    """Return the configuration of a model with a state per row: see `Decoder.resolve_options`."""
+    """Return the configuration of a model with a state per row: see `Family.resolve`."""
     if asked.enable_prefix_caching:
         raise ValueError(
             "enable_prefix_caching is True, and this model keeps a state for each sequence, which has no blocks that "

@@ -14,6 +14,7 @@ from nanovllm.layers.linear import ColumnParallelLinear, Part
 from nanovllm.layers.parallel import Parallel
 from nanovllm.layers.weights import NamedTargets, ShardedLayer, WeightTarget
 from nanovllm.models.decoder import Decoder, Layer
+from nanovllm.models.model_config import check_dense
 from nanovllm.models.qwen3_moe.ops import ExpertOperators, Routing
 from nanovllm.ops.step_inputs import StepInputs
 
@@ -176,13 +177,14 @@ def check_experts(config: "PretrainedConfig", source: str, sizes: tuple[str, ...
             raise ValueError(f"{source}: {name} is {getattr(config, name)}; it must be at least 1")
 
 
+def check_sparse(config: "PretrainedConfig", source: str) -> None:
+    """Check the values that `SparseDecoder` limits: see `Family.check`."""
+    check_dense(config, source)
+    if find_sparse_layers(config):
+        check_experts(config, source)
+
+
 class SparseDecoder(Decoder):
     """The model of one rank."""
 
     layer_class = SparseLayer
-
-    @classmethod
-    def check_config(cls, config: "PretrainedConfig", source: str) -> None:
-        super().check_config(config, source)
-        if find_sparse_layers(config):
-            check_experts(config, source)

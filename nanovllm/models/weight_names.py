@@ -1,0 +1,63 @@
+"""Says which tensors of a checkpoint fill which parts of a model, by their names."""
+
+from collections.abc import Collection, Iterator
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from nanovllm.layers.embedding import LMHead
+from nanovllm.layers.weights import NamedTargets, ShardedLayer, WeightTarget, make_whole_target
+
+if TYPE_CHECKING:
+    from nanovllm.models.decoder import Decoder
+
+
+def find_targets(model: "Decoder", names: Collection[str] = ()) -> NamedTargets:
+    """Yield (name in a checkpoint, place to load it to) for every tensor that the model needs.
+
+    Args:
+        names: the names in the checkpoint. They show in which of several forms the checkpoint was saved: for
+            example, the matrices of all experts may be one tensor, or one tensor for each expert.
+    """
+    for _, name, target in find_module_targets(model, names):
+        yield name, target
+
+
+def find_module_targets(model: "Decoder", names: Collection[str] = ()) -> Iterator[tuple[str, str, WeightTarget]]:
+    """Yield (path of the module here, name in a checkpoint, place to load it to): see `find_targets`.
+
+    The name of a module in a checkpoint is its path here with "model." before it. There are two exceptions. The LM head
+    is "lm_head", without "model.". And a module may have a `checkpoint_name`, which replaces the last part of the path.
+    """
+    names_there: dict[str, str] = {}
+    for path, module in model.named_modules():
+        name_there = names_there[path] = _name_module(path, module, names_there)
+        if isinstance(module, LMHead):
+            found = iter(()) if model.tied else module.weight_targets("lm_head", names)
+        elif isinstance(module, ShardedLayer):
+            found = module.weight_targets(name_there, names)
+        else:
+            found = (
+                (f"{name_there}.{name}.weight", make_whole_target(value, model.layer_class.norm_plus))
+                for name, value in module.named_parameters(recurse=False)
+            )
+        for name, target in found:
+            yield path, name, target
+
+
+def _name_module(path: str, module: nn.Module, names_there: dict[str, str]) -> str:
+    """Return the name that a module has in a checkpoint.
+
+    Args:
+        names_there: {path of a module: its name in a checkpoint}, with the module's parent.
+    """
+    if not path:
+        return "model"
+    parent, _, own = path.rpartition(".")
+    return f"{names_there[parent]}.{getattr(module, 'checkpoint_name', own)}"
+
+
+def find_elsewhere(model: "Decoder") -> tuple[str, ...]:
+    """Return prefixes of the names of tensors that other ranks read: a stage of a pipeline has only some layers."""
+    elsewhere: tuple[str, ...] = getattr(model, "elsewhere", ())
+    return elsewhere
