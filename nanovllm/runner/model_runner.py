@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.backends import CacheSize, KVCache, LayerCache, make_backend
-from nanovllm.backends.steps import EAGER, Steps
+from nanovllm.backends.steps import EAGER, Steps, Stopwatch
 from nanovllm.config import ResolvedConfig
 from nanovllm.engine.interfaces import StepEdits
 from nanovllm.engine.plan import StepPlan
@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from nanovllm.quantized.loading import ModelQuantizer
+
+LaunchedLayers = tuple[HeadInputs, Steps, Stopwatch]
+"""A step whose layers are launched. `ModelRunner.launch_head` takes it."""
 
 
 class ModelRunner:
@@ -90,19 +93,37 @@ class ModelRunner:
     def launch(self, plan: StepPlan, edits: StepEdits | None = None) -> StepHandle:
         """Start a step. The handle's `result` waits for it.
 
-        The sizes of all tensors follow from the plan. So the host knows them without waiting for the device. But if
-        edits depend on tokens of steps in flight, the host waits for these steps here: see `LLMEngine.step`.
+        The sizes of all tensors follow from the plan. So the host knows them without waiting for the device.
         """
         with self.computing():
-            stopwatch = self.backend.make_stopwatch()
-            steps = self.choose_steps(plan)
-            plan = steps.pad(plan)
-            packed = self.send(plan)
-            stopwatch.start()
-            result = self.run_head(self.run_layers(plan, packed, steps), edits, steps)
-            if self.parallel.rank > 0:
-                result = DeviceResult()  # nobody reads the results of other ranks
-            return StepHandle(plan, result, stopwatch, self.backend)
+            plan, packed, steps, stopwatch = self._begin(plan)
+            return self._end(self.run_layers(plan, packed, steps), steps, stopwatch, edits)
+
+    def launch_layers(self, plan: StepPlan) -> LaunchedLayers:
+        """Start the first part of a step. `launch_head` starts the rest."""
+        with self.computing():
+            plan, packed, steps, stopwatch = self._begin(plan)
+            return self.run_layers(plan, packed, steps), steps, stopwatch
+
+    def launch_head(self, layers: LaunchedLayers, edits: StepEdits | None = None) -> StepHandle:
+        """Start the second part of a step. The handle's `result` waits for the step."""
+        with self.computing():
+            return self._end(*layers, edits)
+
+    def _begin(self, plan: StepPlan) -> tuple[StepPlan, Tensor, Steps, Stopwatch]:
+        """Send a plan to the device. Return it with its padding, what `send` returns, and what runs the step."""
+        stopwatch = self.backend.make_stopwatch()
+        steps = self.choose_steps(plan)
+        plan = steps.pad(plan)
+        packed = self.send(plan)
+        stopwatch.start()
+        return plan, packed, steps, stopwatch
+
+    def _end(self, head: HeadInputs, steps: Steps, stopwatch: Stopwatch, edits: StepEdits | None) -> StepHandle:
+        result = self.run_head(head, edits, steps)
+        if self.parallel.rank > 0:
+            result = DeviceResult()  # nobody reads the results of other ranks
+        return StepHandle(head.plan, result, stopwatch, self.backend)
 
     def choose_steps(self, plan: StepPlan) -> Steps:
         """Return the object that runs the plan.

@@ -101,10 +101,13 @@ def test_a_sequence_at_its_limit_asks_for_no_computation_while_its_last_token_is
 
 
 class ReadingEditor:
-    """Reads all steps in flight within the launch of every step, as masks of grammars make it do."""
+    """Has all steps in flight read within the launch of every step, as masks of grammars do."""
 
-    def collect(self, step, read_tokens):
-        return read_tokens
+    def lacks_tokens(self, step):
+        return True
+
+    def collect(self, step):
+        return None
 
 
 @pytest.mark.parametrize("way", ["run", "step"])
@@ -118,21 +121,13 @@ def test_what_a_step_ended_is_returned_even_if_its_launch_then_fails(way, closes
     if closes:
         engine.runner.reason_to_close = lambda: "nothing can be trusted"
 
-    def read_and_launch(plan, read_tokens):
-        read_tokens()
-        if ended:
+    def launch_head(plan, edits):
+        if engine._ended:
             raise RuntimeError("the launch failed")
         return launch(plan)
 
-    ended = []
-    read_oldest = engine._read_oldest
-
-    def read(finished):
-        read_oldest(finished)
-        ended.extend(finished)
-
-    engine._read_oldest = read
-    engine.runner.launch = read_and_launch
+    engine.runner.launch_layers = lambda plan: plan
+    engine.runner.launch_head = launch_head
     requests = [engine.prepare([number, 3], SamplingParams(max_tokens=length)) for number, length in ((1, 2), (2, 9))]
     found = []
     with pytest.raises(RuntimeError, match="the launch failed"):
@@ -148,7 +143,7 @@ def test_what_a_step_ended_is_returned_even_if_its_launch_then_fails(way, closes
     assert found[0].output_token_ids == expected_tokens([1, 3], requests[0].params, found[0].seed, frozenset(), 32)[0]
     assert engine.closed == closes and not engine.has_work
     if not closes:
-        engine.runner.launch = lambda plan, edits: launch(plan)
+        engine.runner.launch_head = lambda plan, edits: launch(plan)
         assert sum(len(some) for some in engine.run(requests)) == 2
 
 
