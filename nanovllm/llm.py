@@ -413,13 +413,13 @@ class LLM:
         return ended, -plan.num_tokens if are_decodes else plan.num_tokens
 
     @contextmanager
-    def claim_loop(self, method: str) -> Iterator[None]:
+    def claim_loop(self, activity: str) -> Iterator[None]:
         """Claim the engine for one call of add_request() or step().
 
         While requests of these calls are unfinished, other activities are refused.
         """
         claim = self.engine.claim
-        with claim.held_by(Activity(method), also_in=(State.UNFINISHED,)):
+        with claim.held_by(Activity(activity), also_in=(State.UNFINISHED,)):
             try:
                 with claim.work():
                     yield
