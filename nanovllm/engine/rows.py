@@ -223,9 +223,12 @@ class BlockTables:
             num_full = int(known[i]) // size
             seq = self._table.resident[row]
             first = int(self._next_full[row]) // size - 1
-            # `all` stops at the first block that cannot be registered: no later block could be found without that one.
-            are_registered = all(self.manager.register(seq, index) for index in range(first, num_full))
-            self._next_full[row] = (num_full + 1) * size if are_registered else NEVER
+            next_full = (num_full + 1) * size
+            for index in range(first, num_full):
+                if not self.manager.register(seq, index):
+                    next_full = NEVER  # no later block could be found without this one
+                    break
+            self._next_full[row] = next_full
 
 
 def pack_sampling(seqs: Seq[Sequence], vocab_size: int) -> NDArray[Any]:

@@ -8,7 +8,7 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
-from helpers.fakes import VOCAB, expected_scores, expected_tokens, make_engine
+from helpers.fakes import VOCAB, expected_scores, expected_tokens, found_scores, make_engine
 from helpers.integrity import check_scheduler
 from helpers.traces import run_trace, traces
 from hypothesis import given, settings
@@ -33,7 +33,7 @@ def test_every_request_gets_its_own_tokens_and_everything_is_freed(depth, trace)
             assert (seqs[i].output_token_ids, seqs[i].finish_reason) == (tokens, reason)
     expected = [expected_scores(prompt, params) for prompt, params, *_ in requests]
     for i, scores in enumerate(expected):
-        if (found := seqs[i].prompt_logprobs) != scores:
+        if (found := found_scores(seqs[i])) != scores:
             assert seqs[i].finish_reason == "abort" and found == scores[: len(found)]
     if not any(seq.finish_reason == "abort" for seq in seqs.values()):
         of_all = sum(len(scores) - scores.count(None) for scores in expected)
