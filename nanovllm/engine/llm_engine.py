@@ -235,8 +235,9 @@ class LLMEngine:
             numbers: dict[Sequence, int] = {}
             count = itertools.count()
             try:
-                with self.claim.work():
-                    self.abort_all()  # a Ctrl-C may have ended an earlier run before its own abort_all()
+                with self.claim.work():  # a Ctrl-C may have ended an earlier run within its _end_run()
+                    self._kept_error = None
+                    self.abort_all()
                 incoming = iter(requests)
                 while self._take(incoming, numbers, count):
                     ended: list[Sequence] = []

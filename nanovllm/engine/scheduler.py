@@ -292,12 +292,11 @@ class Scheduler:
                 finished.append(seq)
         seqs = step.seqs
         num_new = None
-        has_drafts = len(result.token_ids) > len(seqs)
         no_row_moved = step.num_releases == table.num_releases
-        if no_row_moved and not has_drafts:
+        if no_row_moved and len(result.token_ids) == len(seqs):
             receivers = seqs  # each sequence gets one token: token i is for seqs[i]
             may_end = table.add_known(step.rows, 1) | self.may_stop[result.token_ids]
-        else:
+        else:  # the step verified drafts, or some row was freed since the step was planned
             rows, num_new = self._find_receivers(step, result.token_ids)
             owners, result = step.keep(result, num_new)
             receivers = [seqs[i] for i in owners.tolist()]

@@ -3,6 +3,7 @@
 import inspect
 import random
 import re
+import signal
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -154,6 +155,26 @@ def test_what_a_step_ended_is_returned_even_if_an_observer_then_fails():
     assert [seq.finish_reason for seq in engine.step()] == ["length"]
     with pytest.raises(KeyError, match="broken"):
         engine.step()
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_a_ctrl_c_is_raised_after_the_ended_requests_even_if_the_caller_leaves_before(leaves):
+    engine = make_engine()
+    launch = engine.runner.launch
+
+    def interrupt(plan, edits):
+        signal.raise_signal(signal.SIGINT)
+        return launch(plan)
+
+    engine.runner.launch = interrupt
+    requests = [engine.prepare([number, 3], SamplingParams(max_tokens=number)) for number in (1, 2)]
+    run = engine.run(requests)
+    assert [(number, seq.finish_reason) for number, seq in next(run)] == [(0, "length")]
+    with pytest.raises(KeyboardInterrupt):
+        run.close() if leaves else next(run)
+    assert not engine.has_work
+    engine.runner.launch = launch
+    assert sum(len(ended) for ended in engine.run(requests)) == 2
 
 
 def test_equal_prefixes_in_one_step_are_computed_once():
