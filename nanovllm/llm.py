@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Unpack
 
 from nanovllm.config import EngineConfig, EngineOptions
+from nanovllm.engine.claim import Activity, State
 from nanovllm.engine.interfaces import StepObserver
 from nanovllm.engine.sequence import Request
 from nanovllm.inputs import LoRARequest, Others, translate_arguments
@@ -23,9 +24,6 @@ from nanovllm.utils.foreign_names import explain_missing
 from nanovllm.utils.progress import ProgressBar
 
 logger = logging.getLogger(__name__)
-
-UNFINISHED = "requests of add_request() are unfinished: call step() until is_finished()"
-"""The message of the error that refuses other activities while requests of `add_request` are unfinished."""
 
 Item = Request | Prompt | tuple[Prompt, SamplingParams | None]
 """An item of `stream`: a prompt, a prompt with its own sampling_params, or a request that `prepare` returned."""
@@ -384,7 +382,7 @@ class LLM:
 
     def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> int:
         """Queue a request for `step`, and return a number. `step` returns the same number when the request ends."""
-        self.engine.claim.check(but_for=(UNFINISHED,))
+        self.engine.claim.check(also_in=(State.UNFINISHED,))
         request = self.prepare(prompt, sampling_params)
         if request.params.n > 1:
             raise refuse(request.params.n, "n", "1 in this loop, which returns one completion per request")
@@ -419,12 +417,12 @@ class LLM:
         While requests of these calls are unfinished, other activities are refused.
         """
         claim = self.engine.claim
-        with claim.held_by(activity, but_for=(UNFINISHED,)):
+        with claim.held_by(Activity(activity), also_in=(State.UNFINISHED,)):
             try:
                 with claim.work():
                     yield
             finally:
-                claim.refusal = UNFINISHED if self.engine.has_work else None
+                claim.state = State.UNFINISHED if self.engine.has_work else State.READY
 
     def is_finished(self) -> bool:
         """Return whether all queued requests have ended."""
@@ -494,7 +492,7 @@ class LLM:
         """Forget the prefix cache, and return True. RuntimeError if requests are unfinished."""
         _check_others("reset_prefix_cache", others)
         claim = self.engine.claim
-        with claim.held_by("reset_prefix_cache()"), claim.work():
+        with claim.held_by(Activity("reset_prefix_cache()")), claim.work():
             self.engine.scheduler.block_manager.forget_all()
         return True
 

@@ -31,7 +31,7 @@ from nanovllm.engine.plan import StepPlan, StepResult
 from nanovllm.engine.rows import Rows, RowTable
 from nanovllm.layers.parallel import Parallel
 from nanovllm.runner.kv_memory import make_cache
-from nanovllm.runner.model_runner import ModelRunner
+from nanovllm.runner.model_runner import LaunchedLayers, ModelRunner
 from nanovllm.runner.renewal import Command
 from nanovllm.utils.machine import physical_cores
 
@@ -172,6 +172,17 @@ class LeadingRunner:
         with self._followers.guard():
             self._followers.send(pack_plan(plan))
             return LeadingHandle(self._first.launch(plan, edits), self._followers)
+
+    def launch_layers(self, plan: StepPlan) -> LaunchedLayers:
+        """Start the first part of a step on rank 0. The followers start all of it, and wait for rank 0's samples."""
+        with self._followers.guard():
+            self._followers.send(pack_plan(plan))
+            return self.local.launch_layers(plan)
+
+    def launch_head(self, layers: LaunchedLayers, edits: StepEdits | None = None) -> LeadingHandle:
+        """Start the second part of a step on rank 0."""
+        with self._followers.guard():
+            return LeadingHandle(self.local.launch_head(layers, edits), self._followers)
 
     def send_command(self, command: Command, tensor: Tensor | None) -> None:
         """Have all followers run a command, which the caller then runs on rank 0. They get the tensor, too."""

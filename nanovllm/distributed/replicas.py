@@ -52,7 +52,7 @@ MOST_MOVES = 2
 """A request goes to another replica at most so often."""
 POLL = 0.05
 """Most seconds of one wait for messages of replicas. New requests, and Ctrl-C, wait as long."""
-RUNS = (OPEN_RUN[0], "submit()")
+RUNS = (OPEN_RUN.name, "submit()")
 """The activities that several replicas can have."""
 
 

@@ -1,13 +1,12 @@
 """Edits of logits, read from requests and collected for each step."""
 
-from collections.abc import Callable, Collection
-from functools import partial
+from collections.abc import Collection
 from threading import Lock
 from typing import TYPE_CHECKING
 
 from nanovllm.config import ResolvedConfig
 from nanovllm.edits.bad_words import BadWord
-from nanovllm.edits.logit_edits import LateEdits, LogitEdits, PenaltyCounts, collect_edits, lacks_tokens
+from nanovllm.edits.logit_edits import LogitEdits, PenaltyCounts, collect_edits, lacks_tokens
 from nanovllm.edits.row_edits import RowEdits
 from nanovllm.engine.scheduled_step import ScheduledStep
 from nanovllm.sampling_params import SamplingParams
@@ -69,12 +68,10 @@ class Editing:
                 self.grammars = Grammars(self._tokenizer, self._vocab_size, self._eos_token_ids)
             return self.grammars
 
-    def collect(self, step: ScheduledStep, read_tokens: Callable[[], None]) -> "LogitEdits | LateEdits | None":
-        """Return the edits of the step that was planned last; None if there are none.
+    def lacks_tokens(self, step: ScheduledStep) -> bool:
+        """Return whether the edits of the step that was planned last depend on tokens of steps in flight."""
+        return lacks_tokens(step)
 
-        Args:
-            read_tokens: reads all steps in flight. If the edits depend on their tokens, `sample` calls it first: by
-                then the model of the planned step runs.
-        """
-        collect_now = partial(collect_edits, step, self._vocab_size, self._counts)
-        return LateEdits(read_tokens, collect_now) if lacks_tokens(step) else collect_now()
+    def collect(self, step: ScheduledStep) -> LogitEdits | None:
+        """Return the edits of the step that was planned last; None if there are none."""
+        return collect_edits(step, self._vocab_size, self._counts)

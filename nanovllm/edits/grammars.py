@@ -2,7 +2,7 @@
 
 `Editing` imports this when the first request asks for structured output. llguidance holds the place of each sequence in
 its grammar, byte by byte, and walks through the vocabulary to tell which tokens continue it. A mask depends on every
-token before it. So the masks of a step are made once the step before it is read: see `LateEdits` in logit_edits.py.
+token before it. So the masks of a step are made once the step before it is read: see `LLMEngine.step`.
 """
 
 import json

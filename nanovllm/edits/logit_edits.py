@@ -1,6 +1,5 @@
 """The edits of one step's logits: the scheduler's side collects them, and rank 0's runner samples through them."""
 
-from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
@@ -95,25 +94,6 @@ class LogitEdits:
         if counts is not None:
             counts[edited_rows, sampled.token_ids[indices]] += 2  # of rows without penalties, too: nobody reads theirs
         return sampled
-
-
-class LateEdits:
-    """The edits of a step that depend on tokens of the steps before it, which run on the device when this is made.
-
-    So the device computes the step's model while the host reads those tokens and makes masks. Only the sampler waits.
-    """
-
-    def __init__(self, read_tokens: Callable[[], None], collect: Callable[[], LogitEdits | None]) -> None:
-        self._read_tokens = read_tokens
-        self._collect = collect
-
-    def sample(self, backend: "Backend", logits: Tensor, table: Tensor, rows: Tensor, positions: Tensor) -> Sampled:
-        """Read the tokens, make the edits, and sample as `LogitEdits.sample` does."""
-        self._read_tokens()
-        edits = self._collect()
-        if edits is None:
-            return backend.sample(logits, table, rows, positions)
-        return edits.sample(backend, logits, table, rows, positions)
 
 
 class _Edited(NamedTuple):

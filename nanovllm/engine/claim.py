@@ -4,15 +4,20 @@
      |                                  | for each step or command: with work(), which holds the lock
      +------------ close() -------------+----> closed
 
+A free engine has a `State`. In most states it refuses all but one or two activities. Asleep, for example, it takes only
+`wake_up`.
+
 Nobody waits for a claim: an activity is refused while another one has the engine. So a claim cannot deadlock. Two locks
 exist. One is held while the claim is taken, which calls nobody. The other is held during one step or one command.
 """
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import Enum, auto
 from threading import RLock
+from typing import NamedTuple
 from weakref import WeakMethod
 
 
@@ -20,12 +25,47 @@ class ClosedError(RuntimeError):
     """The engine is closed, or belongs to another process."""
 
 
-@dataclass(frozen=True, eq=False)
-class Holder:
-    """An activity that has an engine. Two of them are never equal."""
+class State(Enum):
+    """Says what an engine waits for while no activity has it. `Claim.is_closed` tells whether it is closed."""
 
-    refusal: str
-    """It says to another activity why that is refused."""
+    READY = auto()
+    """Any activity may begin."""
+    UNFINISHED = auto()
+    """Requests of `LLM.add_request` wait for calls of `LLM.step`."""
+    LOADING = auto()
+    """Some new weights have come, and the others have not."""
+    ASLEEP = auto()
+    REPLACED = auto()
+    """The engine was woken with the weights of the model's folder, and the caller had loaded others before."""
+
+
+REFUSALS = {
+    State.UNFINISHED: "requests of add_request() are unfinished: call step() until is_finished()",
+    State.LOADING: "new weights are being loaded: call load_weights() with finish=True first",
+    State.ASLEEP: "the engine is asleep: call wake_up() first",
+    State.REPLACED: "the weights that load_weights() had brought were freed by sleep(level=2): "
+    "call load_weights() again first",
+}
+"""{state: the error of an activity that may not begin in it}."""
+
+
+class Activity(NamedTuple):
+    """Claims an engine. Other activities are refused meanwhile; their error joins the name and the advice.
+
+    Attributes:
+        name: the method that has the engine.
+        advice: what it does there, and what the others can do.
+    """
+
+    name: str
+    advice: str = "is running in this engine: wait until it has returned"
+
+
+@dataclass(frozen=True, eq=False)
+class _Holder:
+    """One claim of an activity. Two of them are never equal, even if several threads want the same activity."""
+
+    activity: Activity
 
 
 class Claim:
@@ -40,13 +80,13 @@ class Claim:
         Args:
             free: a method that frees the engine's memory. It is called once, when the engine is closed.
         """
-        self.refusal: str | None = None
-        """Why no activity may begin, although none has the engine. Only an activity that has the engine sets it."""
+        self.state = State.READY
+        """Only an activity that has the engine sets it."""
         self.on_begin: Callable[[str], None] = lambda activity: None
         """Called with the name of each activity, when that has the engine. uses/adapters.py sets it."""
         self._free = WeakMethod(free)  # a strong reference would be a cycle: `del llm` would not free memory at once
         self._pid = os.getpid()
-        self._holder: Holder | None = None
+        self._holder: _Holder | None = None
         self._is_closed = False
         self._is_freed = False
         self._is_working = False
@@ -73,29 +113,28 @@ class Claim:
         if self._is_closed:
             raise ClosedError("the engine is closed")
 
-    def check(self, but_for: tuple[str, ...] = ()) -> None:
-        """Raise a RuntimeError if no activity may begin now. The refusals in `but_for` do not count."""
-        self.check_open()
-        if (holder := self._holder) is not None:
-            raise RuntimeError(holder.refusal)
-        if (refusal := self.refusal) is not None and refusal not in but_for:
-            raise RuntimeError(refusal)
-
-    @contextmanager
-    def held_by(self, activity: str, advice: str = "", but_for: tuple[str, ...] = ()) -> Iterator[None]:
-        """Claim the engine until the block ends; raises as `check` does.
+    def check(self, also_in: Collection[State] = ()) -> None:
+        """Raise a RuntimeError if an activity may not begin now.
 
         Args:
-            activity: its name, for the error that others get.
-            advice: what the error says they can do.
+            also_in: the states, beside READY, in which it may begin.
         """
+        self.check_open()
+        if (holder := self._holder) is not None:
+            raise RuntimeError(" ".join(holder.activity))
+        if (state := self.state) is not State.READY and state not in also_in:
+            raise RuntimeError(REFUSALS[state])
+
+    @contextmanager
+    def held_by(self, activity: Activity, also_in: Collection[State] = ()) -> Iterator[None]:
+        """Claim the engine until the block ends; raises as `check` does."""
         self.check_open()  # before the lock
-        holder = Holder(f"{activity} {advice or 'is running in this engine: wait until it has returned'}")
+        holder = _Holder(activity)
         try:
             with self._lock:
-                self.check(but_for)
+                self.check(also_in)
                 self._holder = holder
-            self.on_begin(activity)
+            self.on_begin(activity.name)
             yield
         finally:
             # No lock: nobody else changes `_holder` as long as it is this one.

@@ -5,7 +5,7 @@ StepEdits     samples from edited logits                   edits/
 StepObserver  is told of every step                        view/, the progress bar, measurements
 """
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from nanovllm.engine.plan import StepPlan, StepResult
 from nanovllm.engine.scheduled_step import ScheduledStep
@@ -39,6 +39,18 @@ class Runner(Protocol):
 
     def launch(self, plan: StepPlan, edits: StepEdits | None = None) -> Handle:
         """Start a step and return at once. With edits, its tokens are sampled by `edits.sample`."""
+
+    def launch_layers(self, plan: StepPlan) -> Any:
+        """Start the first part of a step, its layers, and return at once. Nothing may be launched before `launch_head`.
+
+        A pipeline has no such launch: it plans no sequence whose edits would need a token that is not known.
+
+        Returns:
+            What `launch_head` needs. It is the runner's own.
+        """
+
+    def launch_head(self, layers: Any, edits: StepEdits | None = None) -> Handle:
+        """Start the second part of a step, its logits and its samples, and return at once."""
 
     def reason_to_close(self) -> str | None:
         """Return why nothing can run after a step has failed; None if the next step can."""

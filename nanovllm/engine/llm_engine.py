@@ -7,16 +7,15 @@ import itertools
 import logging
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from copy import copy
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING
 
 from nanovllm.config import ResolvedConfig
-from nanovllm.engine.claim import Claim, ClosedError
+from nanovllm.engine.claim import Activity, Claim, ClosedError
 from nanovllm.engine.interfaces import Handle, Runner, StepObserver
 from nanovllm.engine.interrupt import HoldInterrupt
 from nanovllm.engine.output import ParseOutput, make_output
@@ -35,12 +34,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-OPEN_RUN = (
+OPEN_RUN = Activity(
     "another generate() or stream()",
     "of this engine is open: finish or close it first; several threads or asyncio tasks use submit()",
 )
-"""The message to an activity that is refused while a run is open. The first part names what uses the engine. The second
-part says what to do. See `Claim.held_by`."""
+"""The run of `generate`, `stream`, and whoever else gives no name to a run."""
 
 
 @dataclass(frozen=True)
@@ -117,9 +115,11 @@ class LLMEngine:
         self._num_seqs = 0
         self._in_flight: deque[tuple[int, ScheduledStep, Handle, Clock]] = deque()
         """The launched steps whose results are not fetched yet, the oldest first, with their numbers."""
-        self._kept_error: Exception | None = None
-        """`step` may read results that end some requests, and then fail. Then it returns these requests and keeps its
-        error here. The next call raises the error."""
+        self._ended: list[Sequence] = []
+        """The leads of the requests that have ended in the present call of `step`, which returns them."""
+        self._kept_error: BaseException | None = None
+        """An error that waits until the requests that ended before it are handed out. `step` keeps an error of its own,
+        and raises it in the next call. `run` keeps a Ctrl-C."""
         self.last_read: ScheduledStep | None = None
         """The last step whose results the scheduler got. `LLM.step` sets this to None before it calls `step`."""
 
@@ -218,48 +218,57 @@ class LLMEngine:
         return bool(self.scheduler.waiting or self.scheduler.running or self._in_flight or self._kept_error)
 
     def run(
-        self, requests: Iterable[Request | None], holder: tuple[str, str] = OPEN_RUN
+        self, requests: Iterable[Request | None], holder: Activity = OPEN_RUN
     ) -> Generator[list[tuple[int, Sequence]], None, None]:
         """Run requests. After each step, yield a list: (number, sequence) of each request that the step ended.
 
         The first request has number 0. If `requests` yields None, no request is ready now. Then `run` asks again after
         its next step. But if all requests that it took have ended, None ends the run, as the end of `requests` does. A
         Ctrl-C in a step is raised after the ended requests were yielded. A second Ctrl-C closes the engine and
-        is raised at once. When the generator ends, even by an error, unfinished requests are aborted. `holder`: see
-        `Claim.held_by`.
+        is raised at once. When the generator ends, even by an error, unfinished requests are aborted.
+
+        Args:
+            holder: the activity that the run belongs to.
         """
-        with self.claim.held_by(*holder):
+        with self.claim.held_by(holder):
             hold = HoldInterrupt(on_second=self.close)
-            interrupt: KeyboardInterrupt | None = None
             numbers: dict[Sequence, int] = {}
             count = itertools.count()
             try:
-                with self.claim.work():
-                    self.abort_all()  # a Ctrl-C may have ended an earlier run before its own abort_all()
+                with self.claim.work():  # a Ctrl-C may have ended an earlier run within its _end_run()
+                    self._kept_error = None
+                    self.abort_all()
                 incoming = iter(requests)
-                while interrupt is None:
-                    self._take(incoming, numbers, count)
-                    if not numbers:
-                        return
-                    finished: list[Sequence] = []
-                    try:
-                        # `hold` raises a held Ctrl-C when this block has ended, so `finished` has its value by then.
-                        with hold, self.claim.work():
-                            finished = self.step()
-                    except KeyboardInterrupt as error:
-                        interrupt = error
-                    yield [(numbers.pop(seq), seq) for seq in finished]
+                while self._take(incoming, numbers, count):
+                    ended: list[Sequence] = []
+                    with self._keep_interrupt(hold):
+                        ended = self.step()
+                    yield [(numbers.pop(lead), lead) for lead in ended]
                     self._raise_kept()
             finally:
-                self._kept_error = None
-                # One Ctrl-C does not stop abort_all() halfway. ClosedError: a closed engine has nothing to abort.
-                with hold, suppress(ClosedError), self.claim.work():
-                    self.abort_all()
-                if interrupt is not None:
-                    raise interrupt
+                self._end_run(hold)
 
-    def _take(self, incoming: Iterator[Request | None], numbers: dict[Sequence, int], count: Iterator[int]) -> None:
-        """Queue and number requests while fewer than 2 x max_num_seqs sequences wait.
+    @contextmanager
+    def _keep_interrupt(self, hold: HoldInterrupt) -> Iterator[None]:
+        """Return a context manager for one step. A Ctrl-C becomes the kept error when the `with` block has ended."""
+        try:
+            with hold, self.claim.work():
+                yield
+        except KeyboardInterrupt as interrupt:
+            self._kept_error = interrupt
+
+    def _end_run(self, hold: HoldInterrupt) -> None:
+        """Abort what has not ended. If the caller left `run` before that raised a Ctrl-C, raise the Ctrl-C here."""
+        kept = self._kept_error
+        self._kept_error = None
+        # One Ctrl-C does not stop abort_all() halfway. ClosedError: a closed engine has nothing to abort.
+        with hold, suppress(ClosedError), self.claim.work():
+            self.abort_all()
+        if isinstance(kept, KeyboardInterrupt):
+            raise kept
+
+    def _take(self, incoming: Iterator[Request | None], numbers: dict[Sequence, int], count: Iterator[int]) -> bool:
+        """Queue and number requests while fewer than 2 x max_num_seqs sequences wait. Return whether any request runs.
 
         next() returns None if no request is ready now, or if `incoming` has no more requests. Both cases are treated
         alike: `run` asks again after the next step, and an iterator without items answers None again.
@@ -268,14 +277,12 @@ class LLMEngine:
         while len(self.scheduler.waiting) < most_waiting and (request := next(incoming, None)):
             with self.claim.work():
                 numbers[self.add(request)] = next(count)
+        return bool(numbers)
 
     def step(self) -> list[Sequence]:
         """Launch the next step if one can be planned. Then read the oldest step in flight.
 
         If this call launched a step, and fewer than `depth` steps are in flight after that, it returns without reading.
-        There is one exception: edits of logits may depend on tokens of steps in flight. Then all these steps are read
-        before the new step samples.
-
         If a step fails, the engine drops all requests and empties the prefix cache. If the runner cannot go on, the
         engine is closed. Requests may have ended in steps that were read before the failure. Then this call returns
         these requests, and the next call raises the error.
@@ -284,31 +291,29 @@ class LLMEngine:
             The lead of each request that ended.
         """
         self._raise_kept()
-        finished: list[Sequence] = []
+        self._ended = []
         try:
             clock = Clock()
             step = self._plan(clock)
             if step is not None:
-                edits = None
-                if self.scheduler.edited_rows:
-                    # Edits of logits may depend on tokens of steps in flight. If so, the runner launches the layers of
-                    # the new step, reads the steps in flight through `_read_all`, and then samples.
-                    edits = self.editor.collect(step, partial(self._read_all, clock, finished))
-                handle = self.runner.launch(step.plan, edits)
+                is_edited = bool(self.scheduler.edited_rows)
+                if is_edited and self.editor.lacks_tokens(step):
+                    handle = self._launch_around_reading(step, clock)
+                else:
+                    handle = self.runner.launch(step.plan, self.editor.collect(step) if is_edited else None)
                 clock.span("launch")
                 self.num_steps += 1
                 self._in_flight.append((self.num_steps, step, handle, clock))
-                if len(self._in_flight) < self.depth:
-                    return finished
             if not self._in_flight:
                 raise RuntimeError(f"nothing can run: {self.stats()}, waiting: {list(self.scheduler.waiting)[:3]}")
-            self._read_oldest(finished)
+            if step is None or len(self._in_flight) >= self.depth:
+                self._read_oldest()
         except BaseException as error:
             self._recover()
-            if not finished or not isinstance(error, Exception):
+            if not self._ended or not isinstance(error, Exception):
                 raise
             self._kept_error = error
-        return finished
+        return self._ended
 
     def _plan(self, clock: Clock) -> ScheduledStep | None:
         """Return the next step, with its drafts: guessed tokens that it verifies. None if no step can be planned."""
@@ -325,19 +330,34 @@ class LLMEngine:
         clock.resume()
         return step
 
+    def _launch_around_reading(self, step: ScheduledStep, clock: Clock) -> Handle:
+        """Launch a step whose edits need tokens of the steps in flight. These steps are read while its layers run.
+
+        The layers of a step need no edits: only its head does, which computes logits and samples. At depth 2, while
+        step 1 runs:
+
+            no edit waits    host    plan 2, launch 2, read 1
+                             device  layers 1, head 1, layers 2, head 2
+
+            an edit waits    host    plan 2, launch layers 2, read 1, make edits 2, launch head 2
+                             device  layers 1, head 1, layers 2                     head 2
+        """
+        layers = self.runner.launch_layers(step.plan)
+        clock.span("launch")
+        while self._in_flight:
+            self._read_oldest()
+        clock.resume()
+        return self.runner.launch_head(layers, self.editor.collect(step))
+
     def _raise_kept(self) -> None:
-        """Raise the error that an earlier step kept, and forget it."""
+        """Raise the kept error if there is one, and forget it."""
         error = self._kept_error
         self._kept_error = None
         if error is not None:
             raise error
 
-    def _read_oldest(self, finished: list[Sequence]) -> None:
-        """Read the oldest step in flight, and append its tokens.
-
-        Args:
-            finished: gets the lead of each request that ended.
-        """
+    def _read_oldest(self) -> None:
+        """Read the oldest step in flight, and append its tokens. `_ended` gets the lead of each request that ends."""
         number, step, clock, result = self._await_oldest()
         self.last_read = step
         ended = self.scheduler.update(step, result)
@@ -348,22 +368,10 @@ class LLMEngine:
                 seq.error = f"{place}: {seq.explain_error()}"
         # A request ends when all its completions have ended. The dict is a set that keeps the order of its elements.
         leads = dict.fromkeys(seq.lead or seq for seq in ended)
-        finished += [lead for lead in leads if all(seq.finish_reason for seq in (lead, *lead.others))]
+        self._ended += [lead for lead in leads if all(seq.finish_reason for seq in (lead, *lead.others))]
         clock.span("update")
-        for observer in self.observers:  # one may raise an error, and `finished` is whole by then
+        for observer in self.observers:  # one may raise an error, and `_ended` is whole by then
             observer.finished(number, step, clock, result)
-
-    def _read_all(self, clock: Clock, finished: list[Sequence]) -> None:
-        """Read all steps in flight while another step is being launched.
-
-        Args:
-            clock: the new step's clock.
-            finished: gets the lead of each request that ended.
-        """
-        clock.span("launch")
-        while self._in_flight:
-            self._read_oldest(finished)
-        clock.resume()
 
     def _await_oldest(self) -> tuple[int, ScheduledStep, Clock, StepResult]:
         number, step, handle, clock = self._in_flight.popleft()

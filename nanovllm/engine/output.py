@@ -39,12 +39,14 @@ def _make_single(seq: Sequence, tokenizer: Tokenizer | None, parse: ParseOutput 
         prompt_token_ids=seq.prompt_token_ids,
         num_cached_tokens=seq.num_cached_tokens or 0,
     )
-    for name in ("logprobs", "prompt_logprobs"):
-        if getattr(seq.params, name) is not None:
-            output[name] = getattr(seq, name)
-            set_decoder(output[name], tokenizer)
-    if seq.embedding is not None:
-        output["embedding"] = seq.embedding
+    if seq.params.logprobs is not None:
+        output["logprobs"] = seq.logprobs
+        set_decoder(seq.logprobs, tokenizer)
+    if seq.scores is not None and seq.params.prompt_logprobs is not None:
+        output["prompt_logprobs"] = seq.scores.logprobs
+        set_decoder(seq.scores.logprobs, tokenizer)
+    if seq.scores is not None and seq.scores.embedding is not None:
+        output["embedding"] = seq.scores.embedding
     if seq.error is not None:
         output["error"] = seq.error
     if parse is not None:

@@ -66,8 +66,9 @@ class RowTable:
         self.num_releases = 0
         self.resident: dict[int, Sequence] = {}
         """{row: sequence}. The dict keeps the order of admission."""
-        self._order: tuple[Rows, list[Sequence]] | None = None
-        """The keys and the values of `resident`. They are kept until a sequence comes or leaves."""
+        self._order: Rows | None = None
+        """The keys of `resident`, and `_running` its values. Both are kept until a sequence comes or leaves."""
+        self._running: list[Sequence] | None = None
         self._free = list(range(num_rows - 1, -1, -1))
 
     @property
@@ -77,17 +78,16 @@ class RowTable:
     @property
     def order(self) -> Rows:
         """The rows of the resident sequences, in order of admission. Nobody may change the array."""
-        return self._keep_order()[0]
+        if self._order is None:
+            self._order = np.fromiter(self.resident, np.intp, len(self.resident))
+        return self._order
 
     @property
     def running(self) -> list[Sequence]:
         """The resident sequences in order of admission. Nobody may change the list."""
-        return self._keep_order()[1]
-
-    def _keep_order(self) -> tuple[Rows, list[Sequence]]:
-        if self._order is None:
-            self._order = (np.fromiter(self.resident, np.intp, len(self.resident)), list(self.resident.values()))
-        return self._order
+        if self._running is None:
+            self._running = list(self.resident.values())
+        return self._running
 
     def sequences(self, rows: Rows) -> list[Sequence]:
         """Return the sequence of each of the rows."""
@@ -99,6 +99,7 @@ class RowTable:
         seq.row = row
         self.resident[row] = seq
         self._order = None
+        self._running = None
         self.num_known[row] = len(seq.token_ids)
         self.num_tokens[row] = len(seq.token_ids)
         self.num_sent[row] = len(seq.token_ids)
@@ -139,6 +140,7 @@ class RowTable:
         del self.resident[seq.row]
         self._free.append(seq.row)
         self._order = None
+        self._running = None
         seq.row = NO_ROW
 
 
@@ -223,9 +225,12 @@ class BlockTables:
             num_full = int(known[i]) // size
             seq = self._table.resident[row]
             first = int(self._next_full[row]) // size - 1
-            # `all` stops at the first block that cannot be registered: no later block could be found without that one.
-            are_registered = all(self.manager.register(seq, index) for index in range(first, num_full))
-            self._next_full[row] = (num_full + 1) * size if are_registered else NEVER
+            next_full = (num_full + 1) * size
+            for index in range(first, num_full):
+                if not self.manager.register(seq, index):
+                    next_full = NEVER  # no later block could be found without this one
+                    break
+            self._next_full[row] = next_full
 
 
 def pack_sampling(seqs: Seq[Sequence], vocab_size: int) -> NDArray[Any]:

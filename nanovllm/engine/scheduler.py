@@ -86,10 +86,12 @@ class Scheduler:
     def add(self, seq: Sequence) -> None:
         """Put a sequence at the end of the waiting queue."""
         self.may_stop[list(seq.stop_ids)] = True
-        if self.scoring is None and seq.wants_scoring:
-            from nanovllm.engine.scoring import Scoring
+        if seq.params.prompt_logprobs is not None or seq.params.embed:
+            if self.scoring is None:
+                from nanovllm.engine.scoring import Scoring
 
-            self.scoring = Scoring()
+                self.scoring = Scoring()
+            self.scoring.add(seq)
         self.waiting.append(seq)
 
     @property
@@ -228,14 +230,16 @@ class Scheduler:
         targets = _NO_TARGETS
         scored: Seq[Scored] = ()
         if self.scoring is not None and self.scoring.seqs:
-            num_scored, targets, scored, is_only_scored = self.scoring.choose_targets(rows, ends)
-            is_complete &= ~is_only_scored
+            num_scored, targets, scored, has_output = self.scoring.choose_targets(rows, ends)
+            is_complete &= has_output
         # A complete row samples 1 token, and 1 more for each draft. `ends` counts drafts, and `num_before` does not.
-        num_sampled = ends + 1 - num_before
-        sampling = rows
-        if np.count_nonzero(is_complete) < len(rows):
-            num_sampled[~is_complete] = 0
+        if np.count_nonzero(is_complete) == len(rows):
+            sampling = rows
+            num_sampled = ends + 1 - num_before
+        else:
             sampling = rows[is_complete]
+            num_sampled = np.zeros(len(rows), np.int32)
+            num_sampled[is_complete] = (ends + 1 - num_before)[is_complete]
         plan = StepPlan(
             rows=rows.astype(np.int32),
             num_computed=num_computed,
@@ -248,12 +252,8 @@ class Scheduler:
             new_rows=pack_sampling(admitted, len(self.may_stop) - 1),
         )
         table.count_launched(rows, ends, num_before + num_sampled)
-        # In most steps every resident sequence decodes, and `table.running` can be used as it is. To see this, compare
-        # the numbers of scheduled tokens, of sampling rows and of resident rows. The sampling rows are some of `rows`,
-        # and `rows` are some of the resident rows. Each of `rows` computes at least one token. So if the three numbers
-        # are equal, every resident row computes one token and samples. Then `rows` is in order of admission, too.
-        are_all = num_tokens == len(sampling) == len(table.resident)
-        seqs = table.running if are_all else table.sequences(sampling)
+        # In most steps every resident sequence decodes: then `sampling` is still the array that the table made.
+        seqs = table.running if sampling is table.order else table.sequences(sampling)
         return ScheduledStep(plan, seqs, sampling, table.num_releases, scored)
 
     def _fill_token_ids(self, rows: Rows, starts: IntArray, ends: IntArray, num_tokens: int) -> IntArray:
@@ -292,7 +292,8 @@ class Scheduler:
                 finished.append(seq)
         seqs = step.seqs
         num_new = None
-        if len(result.token_ids) == len(seqs) and step.num_releases == table.num_releases:
+        no_row_moved = step.num_releases == table.num_releases
+        if no_row_moved and len(result.token_ids) == len(seqs):
             receivers = seqs  # each sequence gets one token: token i is for seqs[i]
             may_end = table.add_known(step.rows, 1) | self.may_stop[result.token_ids]
         else:  # the step verified drafts, or some row was freed since the step was planned
@@ -391,9 +392,9 @@ class Scheduler:
         table = self.table
         row, seq = next(reversed(table.resident.items()))  # the last item: a dict keeps the order of insertion
         seq.num_in_flight = int(table.num_tokens[row] - table.num_known[row])
-        if seq.is_only_scored and table.num_computed[row] == seq.num_needed:
-            # The step that computes the sequence's last scores is in flight. The scores will end the sequence, so it
-            # must not be admitted again before they arrive.
+        if not seq.has_output and table.num_computed[row] == seq.num_needed:
+            # The step that computes the sequence's last scores, or its embedding, is in flight. These will end the
+            # sequence, so it must not be admitted again before they arrive.
             seq.num_in_flight = 1
         self._release(seq)
         self.waiting.appendleft(seq)

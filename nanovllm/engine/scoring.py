@@ -18,6 +18,21 @@ from nanovllm.engine.sequence import Sequence
 from nanovllm.outputs import FinishReason, Logprob
 
 
+class PromptScores:
+    """Holds what a sequence asks for of its prompt: the scores of its tokens, or its embedding. `Scoring` fills it."""
+
+    def __init__(self, seq: Sequence) -> None:
+        params = seq.params
+        first = seq.num_prompt_tokens if params.prompt_logprobs is None else max(params.prompt_logprob_start, 1)
+        self.next_target = first
+        """Index of the first prompt token whose score is wanted and is not planned yet. It is at least the number of
+        prompt tokens if none is left to score."""
+        self.logprobs: list[dict[int, Logprob] | None] = [None] * first
+        """{token id: log-probability} per prompt token whose score was read. Tokens that are not scored have None."""
+        self.embedding: NDArray[np.float32] | None = None
+        """The hidden state of the last prompt token, float32 [hidden], if params.embed asks for it and it was read."""
+
+
 class Scored(NamedTuple):
     """A sequence that a step scores or embeds.
 
@@ -36,11 +51,15 @@ class Scoring:
 
     def __init__(self) -> None:
         self.seqs: dict[int, Sequence] = {}
-        """{row: sequence} of sequences with prompt tokens that are not scored yet, and of all that are only scored."""
+        """{row: sequence} of sequences with prompt tokens that are not scored yet, and of all without output."""
+
+    def add(self, seq: Sequence) -> None:
+        """Learn of a new sequence that asks for scores or an embedding."""
+        seq.scores = PromptScores(seq)
 
     def move_in(self, seq: Sequence) -> None:
         """Learn that a sequence has got a row."""
-        if seq.wants_scoring:
+        if seq.scores is not None and (not seq.has_output or seq.scores.next_target < seq.num_prompt_tokens):
             self.seqs[seq.row] = seq
 
     def release(self, row: int) -> None:
@@ -50,37 +69,38 @@ class Scoring:
     def choose_targets(self, rows: Rows, ends: IntArray) -> tuple[IntArray, IntArray, list[Scored], NDArray[np.bool_]]:
         """Choose the targets of the next step, which computes each row's tokens before `ends`.
 
-        Each sequence's `next_scored` moves on.
+        Each sequence's `next_target` moves on.
 
         Returns:
             num_scored: int32 [num_seqs], how many targets each row has.
             targets: int32, the token ids of all targets. EMBED stands for a hidden state.
             scored: the sequences that have targets.
-            is_only_scored: bool [num_seqs], whether each row samples no token at all.
+            has_output: bool [num_seqs], whether the row's sequence has output.
         """
         num_scored = np.zeros(len(rows), np.int32)
-        is_only_scored = np.zeros(len(rows), bool)
+        has_output = np.ones(len(rows), bool)
         targets = array("i")
         scored: list[Scored] = []
         for i, row in enumerate(rows.tolist()):
             if (seq := self.seqs.get(row)) is None:
                 continue
+            assert seq.scores is not None
             end = int(ends[i])
-            if seq.is_only_scored:
-                is_only_scored[i] = True
+            if not seq.has_output:
+                has_output[i] = False
             elif end >= seq.num_prompt_tokens:
                 del self.seqs[row]
             if not seq.params.embed:
-                own = seq.token_ids[seq.next_scored : min(end + 1, seq.num_prompt_tokens)]
+                own = seq.token_ids[seq.scores.next_target : min(end + 1, seq.num_prompt_tokens)]
             elif end == seq.num_needed:
                 own = array("i", [EMBED])
             else:
                 continue
             targets.extend(own)
             num_scored[i] = len(own)
-            seq.next_scored += len(own)
-            scored.append(Scored(seq, len(own), seq.is_only_scored and end == seq.num_needed))
-        return num_scored, np.array(targets, np.int32), scored, is_only_scored
+            seq.scores.next_target += len(own)
+            scored.append(Scored(seq, len(own), not seq.has_output and end == seq.num_needed))
+        return num_scored, np.array(targets, np.int32), scored, has_output
 
     def give(self, scored: Seq[Scored], result: StepResult) -> list[tuple[Sequence, FinishReason]]:
         """Give the sequences that a step scored their scores or embeddings, even those that were preempted meanwhile.
@@ -92,17 +112,18 @@ class Scoring:
         scores = iter(result.scores)
         embeddings = iter(result.embeddings)
         for seq, num_targets, is_last in scored:
+            assert seq.scores is not None
             own: list[dict[int, Logprob]] = []
             if seq.params.embed:
-                seq.embedding = next(embeddings)
-                is_good = bool(np.isfinite(seq.embedding).all())
+                seq.scores.embedding = next(embeddings)
+                is_good = bool(np.isfinite(seq.scores.embedding).all())
             else:
                 own.extend(islice(scores, num_targets))
                 is_good = not any(math.isnan(logprob) for logprobs in own for logprob in logprobs.values())
             if seq.finish_reason is not None:
                 continue
             if is_good:
-                seq.prompt_logprobs.extend(own)
+                seq.scores.logprobs.extend(own)
             if is_last or not is_good:
                 ending.append((seq, "length" if is_good else "error"))
         return ending

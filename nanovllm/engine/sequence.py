@@ -7,9 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import xxhash
-from numpy.typing import NDArray
 
 from nanovllm.outputs import FinishReason, Logprob
 from nanovllm.sampling_params import SamplingParams
@@ -17,6 +15,7 @@ from nanovllm.text.stop_strings import StopStringMatcher
 
 if TYPE_CHECKING:
     from nanovllm.edits.row_edits import RowEdits
+    from nanovllm.engine.scoring import PromptScores
 
 MASK_64 = 2**64 - 1
 
@@ -82,17 +81,15 @@ def check_request(
 
 
 class Sequence:
-    """Holds one completion of a request: its tokens, its limits, how it ended, and its log-probabilities.
+    """Holds one completion of a request: its tokens, its limits, and how it ended.
 
     A sequence waits until the scheduler admits it. To admit a sequence means to give it a row and blocks of the KV
     cache. A row is a place in the device's tables. An admitted sequence is resident until it ends or is preempted. To
     preempt a sequence means to take its row and its blocks away, and to let it wait again. The counts that change with
     every token of a resident sequence are in the scheduler's `RowTable`.
-    """
 
-    error: str | None = None
-    """A message if finish_reason is "error". The default stands in the class, because CPython is slower with an object
-    that has 30 or more attributes of its own."""
+    CPython is slower with an object that has 30 or more attributes of its own: give new duties to other classes.
+    """
 
     def __init__(
         self,
@@ -125,16 +122,10 @@ class Sequence:
         """Prompt and output together have at most this many tokens."""
         self.num_needed = self.num_prompt_tokens if params.embed else max(self.limit - 1, 1)
         """At most this many tokens are computed. A prompt that is embedded is computed whole. Otherwise the last of
-        `limit` tokens is not computed, because no token follows it. The least value is 1, so that a prompt of one token
-        that is only scored takes part in one step."""
-        scores_from = self.num_prompt_tokens if params.prompt_logprobs is None else max(params.prompt_logprob_start, 1)
-        self.next_scored = scores_from
-        """Index of the first prompt token whose score is wanted and is not planned yet. It is num_prompt_tokens if no
-        prompt token is left to score."""
-        self.prompt_logprobs: list[dict[int, Logprob] | None] = [None] * scores_from
-        """{token id: log-probability} per prompt token whose score was read. Tokens that are not scored have None."""
-        self.embedding: NDArray[np.float32] | None = None
-        """The hidden state of the last prompt token, float32 [hidden], if params.embed asks for it and it was read."""
+        `limit` tokens is not computed: no token follows it, and its own score comes from the logits of the token before
+        it. The least value is 1, so that a prompt of one token that is only scored takes part in one step."""
+        self.scores: PromptScores | None = None
+        """The scores or the embedding of the prompt; None if the request asks for neither. `Scoring` sets it."""
         self._eos_ids = frozenset[int]() if params.ignore_eos else eos_token_ids
         self.stop_ids = self._eos_ids | frozenset(params.stop_token_ids or ())
         """Token ids that end the sequence."""
@@ -157,9 +148,9 @@ class Sequence:
         self.drafting: Any = None
         """Only drafts/ reads and writes this."""
         self.num_in_flight = 0
-        """Of a preempted sequence: how many tokens the steps in flight will still sample for it. If the sequence is
-        only scored, this is 1 while its last scores are in flight. The sequence is admitted again when this is 0. A
-        resident sequence always has 0."""
+        """Of a preempted sequence: how many tokens the steps in flight will still sample for it. If the sequence has no
+        output, this is 1 while its last scores, or its embedding, are in flight. The sequence is admitted again when
+        this is 0. A resident sequence always has 0."""
         self.times = [time.time()]
         """Seconds since 1970: first the time when the sequence was made, then the time when its first token of output
         was read. The second time is missing until then."""
@@ -172,21 +163,13 @@ class Sequence:
         model's end-of-sequence id included."""
         self.logprobs: list[dict[int, Logprob]] = []
         """{token id: log-probability} per token of output; empty unless params.logprobs asks for them."""
+        self.error: str | None = None
+        """A message if finish_reason is "error"."""
 
     @property
-    def is_only_scored(self) -> bool:
-        """True if the sequence has no output: it ends when its prompt is scored, or when its prompt is embedded.
-
-        An embedded prompt is computed whole. Otherwise the last token of the prompt is not computed: the score of this
-        token comes from the logits of the token before it. A prompt of one token is computed all the same, so that it
-        takes part in a step.
-        """
-        return self.params.max_tokens == 0
-
-    @property
-    def wants_scoring(self) -> bool:
-        """True if the sequence is only scored or embedded, or if prompt tokens are left to score."""
-        return self.is_only_scored or self.next_scored < self.num_prompt_tokens
+    def has_output(self) -> bool:
+        """False if the sequence ends when its prompt is scored, or when its prompt is embedded."""
+        return self.params.max_tokens != 0
 
     @property
     def max_cached_tokens(self) -> int:
@@ -195,7 +178,9 @@ class Sequence:
         The token before the first scored token must be computed, because its logits are needed. If nothing is scored,
         the last token must be computed: the output is sampled from its logits.
         """
-        return (self.next_scored if self.next_scored < self.num_prompt_tokens else len(self.token_ids)) - 1
+        if self.scores is not None and self.scores.next_target < self.num_prompt_tokens:
+            return self.scores.next_target - 1
+        return len(self.token_ids) - 1
 
     @property
     def prompt_token_ids(self) -> list[int]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.backends import CacheSize, KVCache, LayerCache, make_backend
-from nanovllm.backends.steps import EAGER, Steps
+from nanovllm.backends.steps import EAGER, Steps, Stopwatch
 from nanovllm.config import ResolvedConfig
 from nanovllm.engine.interfaces import StepEdits
 from nanovllm.engine.plan import StepPlan, find_lengths
@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from nanovllm.quantized.loading import ModelQuantizer
+
+LaunchedLayers = tuple[HeadInputs, Steps, Stopwatch]
+"""A step whose layers are launched. `ModelRunner.launch_head` takes it."""
 
 
 class ModelRunner:
@@ -89,20 +92,38 @@ class ModelRunner:
     def launch(self, plan: StepPlan, edits: StepEdits | None = None) -> StepHandle:
         """Start a step. The handle's `result` waits for it.
 
-        The sizes of all tensors follow from the plan. So the host knows them without waiting for the device. But if
-        edits depend on tokens of steps in flight, the host waits for these steps here: see `LLMEngine.step`.
+        The sizes of all tensors follow from the plan. So the host knows them without waiting for the device.
         """
         with self.computing():
-            stopwatch = self.backend.make_stopwatch()
-            steps = self.choose_steps(plan)
-            plan = steps.pad(plan)
-            self.send(plan)
-            stopwatch.start()
-            handle = self.run_head(self.run_layers(plan, steps), edits, steps)
-            if self.parallel.rank > 0:
-                handle = StepHandle(plan)  # nobody reads the results of other ranks
-            handle.start_reading(stopwatch, self.backend)
-            return handle
+            plan, steps, stopwatch = self._begin(plan)
+            return self._end(self.run_layers(plan, steps), steps, stopwatch, edits)
+
+    def launch_layers(self, plan: StepPlan) -> LaunchedLayers:
+        """Start the first part of a step. `launch_head` starts the rest."""
+        with self.computing():
+            plan, steps, stopwatch = self._begin(plan)
+            return self.run_layers(plan, steps), steps, stopwatch
+
+    def launch_head(self, layers: LaunchedLayers, edits: StepEdits | None = None) -> StepHandle:
+        """Start the second part of a step. The handle's `result` waits for the step."""
+        with self.computing():
+            return self._end(*layers, edits)
+
+    def _begin(self, plan: StepPlan) -> tuple[StepPlan, Steps, Stopwatch]:
+        """Send a plan to the device. Return it with its padding, what runs the step, and what times it."""
+        stopwatch = self.backend.make_stopwatch()
+        steps = self.choose_steps(plan)
+        plan = steps.pad(plan)
+        self.send(plan)
+        stopwatch.start()
+        return plan, steps, stopwatch
+
+    def _end(self, head: HeadInputs, steps: Steps, stopwatch: Stopwatch, edits: StepEdits | None) -> StepHandle:
+        handle = self.run_head(head, edits, steps)
+        if self.parallel.rank > 0:
+            handle = StepHandle(head.plan)  # nobody reads the results of other ranks
+        handle.start_reading(stopwatch, self.backend)
+        return handle
 
     def choose_steps(self, plan: StepPlan) -> Steps:
         """Return the object that runs the plan.

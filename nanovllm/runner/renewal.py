@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nanovllm.engine.claim import Activity, State
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.layers.linear import MatrixModule
 from nanovllm.layers.parallel import Parallel
@@ -25,9 +26,8 @@ from nanovllm.utils.machine import default_dtype
 Command = dict[str, Any]
 """Tells every rank what to do: "do", and its arguments. It travels as JSON."""
 
-LOADING = "new weights are being loaded: call load_weights() with finish=True first"
-ASLEEP = "the engine is asleep: call wake_up() first"
-REPLACED = "the weights that load_weights() had brought were freed by sleep(level=2): call load_weights() again first"
+ALSO_LOADS_IN = (State.LOADING, State.REPLACED)
+"""The states, beside READY, in which new weights may come."""
 
 
 class Renewal:
@@ -68,9 +68,9 @@ class Renewal:
                 f"the engine's checkpoint is quantised ({format}); new weights are for engines without quantization, "
                 'or with quantization="int8" or "int8-dynamic": make another engine instead'
             )
-        self._claim.check(but_for=(LOADING, REPLACED))
+        self._claim.check(ALSO_LOADS_IN)
         tensors = list_pairs(named_tensors)  # before the claim: what yields them may use the engine
-        with self._claim.held_by("load_weights()", but_for=(LOADING, REPLACED)):
+        with self._claim.held_by(Activity("load_weights()"), ALSO_LOADS_IN):
             self._load(tensors, finish)
 
     def _load(self, tensors: list[tuple[str, Tensor]], finish: bool) -> None:
@@ -82,10 +82,11 @@ class Renewal:
                 self._engine.close()
                 raise ValueError(f"{lacking}; the engine is closed, because other weights were replaced already")
             self._command({"do": "forget"})
-            self._claim.refusal = REPLACED if self._claim.refusal == REPLACED else None
+            if self._claim.state is State.LOADING:
+                self._claim.state = State.READY
             raise ValueError(lacking)
         canonical = name_canonically(name for name, _ in tensors)
-        self._claim.refusal = LOADING  # also if a Ctrl-C comes between two tensors
+        self._claim.state = State.LOADING  # also if a Ctrl-C comes between two tensors
         self._forget_prefixes()
         for name, tensor in tensors:
             if targets[canonical[name]]:
@@ -95,14 +96,14 @@ class Renewal:
         self.has_new_weights = self.has_new_weights or load.has_written
         if finish:
             self._command({"do": "forget"})
-            self._claim.refusal = None
+            self._claim.state = State.READY
 
     def sleep(self, level: int) -> None:
         """Free memory: see `LLM.sleep`."""
         level = as_integer(level, "level", 1, 2, "1 (frees the KV cache) or 2 (frees the weights, too)")
-        with self._claim.held_by("sleep()"):
+        with self._claim.held_by(Activity("sleep()")):
             self._forget_prefixes()
-            self._claim.refusal = ASLEEP
+            self._claim.state = State.ASLEEP
             self._level = level
             self._command({"do": "sleep", "level": level})
 
@@ -111,10 +112,11 @@ class Renewal:
         self._claim.check_open()
         if not self._level:
             return
-        with self._claim.held_by("wake_up()", but_for=(ASLEEP,)):
+        with self._claim.held_by(Activity("wake_up()"), (State.ASLEEP,)):
             if self._level:  # no other thread has done it meanwhile
                 self._command({"do": "wake_up", "level": self._level, "num_blocks": self._num_blocks})
-                self._claim.refusal = REPLACED if self._level == 2 and self.has_new_weights else None
+                is_replaced = self._level == 2 and self.has_new_weights
+                self._claim.state = State.REPLACED if is_replaced else State.READY
                 self._level = 0
 
     def check_adapter(self, checkpoint: Path, folder: str, option: str) -> None:

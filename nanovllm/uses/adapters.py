@@ -30,8 +30,8 @@ from nanovllm.utils.digests import digest_adapter
 
 logger = logging.getLogger(__name__)
 
-RUN = (f"{OPEN_RUN[0]} with adapters", OPEN_RUN[1])
-"""The arguments of `Claim.held_by` for a run that changes adapters itself."""
+RUN = OPEN_RUN._replace(name=f"{OPEN_RUN.name} with adapters")
+"""A run that changes adapters itself."""
 
 
 class Named(NamedTuple):
@@ -115,7 +115,7 @@ class Adapters:
             self._load(named)
 
     def _begin(self, activity: str) -> None:
-        if self.root and activity != RUN[0]:
+        if self.root and activity != RUN.name:
             self._load(BASE)
 
     def _load(self, named: Named) -> None:

@@ -7,12 +7,13 @@ from concurrent.futures import Future, as_completed
 from contextlib import closing
 from threading import RLock, Thread
 
+from nanovllm.engine.claim import Activity
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.sequence import Request
 from nanovllm.outputs import Output
 
-HOLDER = ("submit()", "has requests in this engine: wait for their futures first, or use submit() here, too")
-"""The arguments of `Claim.held_by` for this thread."""
+HOLDER = Activity("submit()", "has requests in this engine: wait for their futures first, or use submit() here, too")
+"""The run of this thread."""
 ENDING = "the program ends"
 
 

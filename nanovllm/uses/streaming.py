@@ -54,7 +54,7 @@ def stream_pieces(llm: Any, prompt: Any, sampling_params: SamplingParams | None)
     decoder = tokenizer.stop_matcher(request.params, request.prompt_token_ids)
     num_decoded = len(request.prompt_token_ids)
     num_given = 0
-    with closing(engine.run([request], ("stream_tokens()", OPEN_RUN[1]))) as run:
+    with closing(engine.run([request], OPEN_RUN._replace(name="stream_tokens()"))) as run:
         for ended in run:
             for _, seq in ended:
                 yield read_text(seq, tokenizer)[num_given:]

@@ -3,12 +3,13 @@
 import inspect
 import random
 import re
+import signal
 from types import SimpleNamespace
 from unittest.mock import Mock
 
 import numpy as np
 import pytest
-from helpers.fakes import VOCAB, expected_scores, expected_tokens, make_engine
+from helpers.fakes import VOCAB, expected_scores, expected_tokens, found_scores, make_engine
 from helpers.integrity import check_scheduler
 from helpers.traces import run_trace, traces
 from hypothesis import given, settings
@@ -33,7 +34,7 @@ def test_every_request_gets_its_own_tokens_and_everything_is_freed(depth, trace)
             assert (seqs[i].output_token_ids, seqs[i].finish_reason) == (tokens, reason)
     expected = [expected_scores(prompt, params) for prompt, params, *_ in requests]
     for i, scores in enumerate(expected):
-        if (found := seqs[i].prompt_logprobs) != scores:
+        if (found := found_scores(seqs[i])) != scores:
             assert seqs[i].finish_reason == "abort" and found == scores[: len(found)]
     if not any(seq.finish_reason == "abort" for seq in seqs.values()):
         of_all = sum(len(scores) - scores.count(None) for scores in expected)
@@ -101,10 +102,13 @@ def test_a_sequence_at_its_limit_asks_for_no_computation_while_its_last_token_is
 
 
 class ReadingEditor:
-    """Reads all steps in flight within the launch of every step, as masks of grammars make it do."""
+    """Has all steps in flight read within the launch of every step, as masks of grammars do."""
 
-    def collect(self, step, read_tokens):
-        return read_tokens
+    def lacks_tokens(self, step):
+        return True
+
+    def collect(self, step):
+        return None
 
 
 @pytest.mark.parametrize("way", ["run", "step"])
@@ -118,21 +122,13 @@ def test_what_a_step_ended_is_returned_even_if_its_launch_then_fails(way, closes
     if closes:
         engine.runner.reason_to_close = lambda: "nothing can be trusted"
 
-    def read_and_launch(plan, read_tokens):
-        read_tokens()
-        if ended:
+    def launch_head(plan, edits):
+        if engine._ended:
             raise RuntimeError("the launch failed")
         return launch(plan)
 
-    ended = []
-    read_oldest = engine._read_oldest
-
-    def read(finished):
-        read_oldest(finished)
-        ended.extend(finished)
-
-    engine._read_oldest = read
-    engine.runner.launch = read_and_launch
+    engine.runner.launch_layers = lambda plan: plan
+    engine.runner.launch_head = launch_head
     requests = [engine.prepare([number, 3], SamplingParams(max_tokens=length)) for number, length in ((1, 2), (2, 9))]
     found = []
     with pytest.raises(RuntimeError, match="the launch failed"):
@@ -148,7 +144,7 @@ def test_what_a_step_ended_is_returned_even_if_its_launch_then_fails(way, closes
     assert found[0].output_token_ids == expected_tokens([1, 3], requests[0].params, found[0].seed, frozenset(), 32)[0]
     assert engine.closed == closes and not engine.has_work
     if not closes:
-        engine.runner.launch = lambda plan, edits: launch(plan)
+        engine.runner.launch_head = lambda plan, edits: launch(plan)
         assert sum(len(some) for some in engine.run(requests)) == 2
 
 
@@ -159,6 +155,26 @@ def test_what_a_step_ended_is_returned_even_if_an_observer_then_fails():
     assert [seq.finish_reason for seq in engine.step()] == ["length"]
     with pytest.raises(KeyError, match="broken"):
         engine.step()
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_a_ctrl_c_is_raised_after_the_ended_requests_even_if_the_caller_leaves_before(leaves):
+    engine = make_engine()
+    launch = engine.runner.launch
+
+    def interrupt(plan, edits):
+        signal.raise_signal(signal.SIGINT)
+        return launch(plan)
+
+    engine.runner.launch = interrupt
+    requests = [engine.prepare([number, 3], SamplingParams(max_tokens=number)) for number in (1, 2)]
+    run = engine.run(requests)
+    assert [(number, seq.finish_reason) for number, seq in next(run)] == [(0, "length")]
+    with pytest.raises(KeyboardInterrupt):
+        run.close() if leaves else next(run)
+    assert not engine.has_work
+    engine.runner.launch = launch
+    assert sum(len(ended) for ended in engine.run(requests)) == 2
 
 
 def test_equal_prefixes_in_one_step_are_computed_once():

@@ -199,6 +199,11 @@ def expected_scores(prompt: list[int], params: SamplingParams) -> list[dict[int,
     return scores
 
 
+def found_scores(seq: Sequence) -> list[dict[int, float] | None]:
+    """Return the prompt_logprobs that a sequence got; all None if it asks for none."""
+    return [None] * seq.num_prompt_tokens if seq.scores is None else seq.scores.logprobs
+
+
 def make_engine(
     *,
     num_blocks: int = 16,

@@ -29,6 +29,7 @@ from helpers.tiny import SMALL, draw_prompts, save_random
 from safetensors.torch import load_file
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.engine.claim import State
 from nanovllm.outputs import Output
 
 OPTIONS: dict[str, Any] = SMALL | {
@@ -153,7 +154,7 @@ class Storm:
 
     def sleep(self, _: random.Random) -> None:
         self.llm.sleep(1)
-        while self.llm.engine.claim.refusal is not None:
+        while self.llm.engine.claim.state is not State.READY:
             self.llm.wake_up()
 
     def generate(self, _: random.Random) -> None:
