@@ -19,6 +19,7 @@ from nanovllm.load import load_engine
 from nanovllm.outputs import Embedding, Metric, Output, Score, list_metrics
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.prompts import Message, Prompt, list_conversations, list_prompts, name_errors, tokenise_prompts
+from nanovllm.text.tokenizer import explain_missing
 from nanovllm.utils.checks import quote, refuse
 from nanovllm.utils.foreign_names import explain_missing
 from nanovllm.utils.progress import ProgressBar
@@ -116,7 +117,12 @@ class LLM:
         count = len(prompts)
         params = _list_params(sampling_params, count)
         tokenised = tokenise_prompts(
-            prompts, self.engine.tokenizer, kind=kind, add_special_tokens=add_special_tokens, show=show
+            prompts,
+            self.engine.tokenizer,
+            kind=kind,
+            add_special_tokens=add_special_tokens,
+            show=show,
+            origin=self.engine.facts.origin,
         )
         requests = []
         for i, (text, token_ids) in enumerate(tokenised):
@@ -264,7 +270,8 @@ class LLM:
         options: dict[str, Any] = {"chat_template": chat_template, "tools": tools}
         options |= {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
         options |= chat_template_kwargs or {}
-        texts = render_conversations(list_conversations(messages), self.engine.tokenizer, options)
+        conversations = list_conversations(messages)
+        texts = render_conversations(conversations, self.engine.tokenizer, options, self.engine.facts.origin)
         requests = self.prepare_requests(
             texts, sampling_params, kind="conversation", add_special_tokens=False, show=use_tqdm
         )
@@ -280,7 +287,7 @@ class LLM:
         from nanovllm.text.conversations import render_conversations
 
         tokenizer = self.engine.tokenizer
-        texts = render_conversations([messages], tokenizer, chat_template_kwargs or {})
+        texts = render_conversations([messages], tokenizer, chat_template_kwargs or {}, self.engine.facts.origin)
         (prompt,) = tokenise_prompts(texts, tokenizer, add_special_tokens=False)
         return {"prompt": prompt.text, "prompt_token_ids": prompt.token_ids}
 
@@ -373,7 +380,7 @@ class LLM:
     def tokenizer(self) -> Any:
         """The model's tokenizer, as transformers made it; ValueError if the model has none."""
         if self.engine.tokenizer is None:
-            raise ValueError("this model has no tokenizer")
+            raise ValueError(explain_missing(self.engine.facts.origin))
         return self.engine.tokenizer.transformers
 
     def get_tokenizer(self) -> Any:

@@ -129,7 +129,7 @@ def assemble(
     engine_class: Callable[..., LLMEngine] = LLMEngine,
 ) -> LLMEngine:
     """Put an engine together around a runner whose KV cache has so many blocks."""
-    own = set() if tokenizer is None else {tokenizer.transformers.eos_token_id}
+    own = set() if tokenizer is None else {tokenizer.eos_token_id}
     eos_token_ids = (facts.eos_token_ids | own).intersection(range(config.vocab_size))
     parser = load_parser(config, tokenizer)
     scheduler, observers = make_scheduler(config, runner, num_blocks, tokenizer)

@@ -55,6 +55,8 @@ class Editing:
         if params.structured_outputs is not None:
             matcher = self._find_grammars().compile(params.structured_outputs)
         stop_ids = self._eos_token_ids | set(params.stop_token_ids or ())
+        if self._tokenizer is not None:
+            stop_ids |= {i for i in self._tokenizer.find_special_tokens(params.stop or ()) if i < self._vocab_size}
         return RowEdits(params, words, stop_ids, self._vocab_size, matcher, self._thinking)
 
     def _find_grammars(self) -> "Grammars":

@@ -76,11 +76,15 @@ def read_text(seq: Sequence, tokenizer: Tokenizer | None, start: int = 0) -> str
     if tokenizer is None or not seq.params.detokenize:
         return ""
     token_ids = seq.output_token_ids
+    context = token_ids[:start] or seq.prompt_token_ids
     if seq.finish_reason == "stop":
         if token_ids[-1] in seq.stop_ids:
-            token_ids = token_ids if seq.params.include_stop_str_in_output else token_ids[:-1]
+            if not seq.params.include_stop_str_in_output:
+                token_ids = token_ids[:-1]
+            elif (stop := tokenizer.decode_token(token_ids[-1])) in (seq.params.stop or ()):
+                # The decoder may skip special tokens, but this one's text is to be included.
+                return tokenizer.decode(token_ids[start:-1], seq.params.skip_special_tokens, context) + stop
         elif seq.stop_matcher is not None and seq.stop_matcher.found is not None:
             before = tokenizer.decode(token_ids[:start], seq.params.skip_special_tokens, seq.prompt_token_ids)
             return seq.stop_matcher.text[len(before) :]
-    context = token_ids[:start] or seq.prompt_token_ids
     return tokenizer.decode(token_ids[start:], seq.params.skip_special_tokens, context)

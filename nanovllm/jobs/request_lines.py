@@ -189,7 +189,7 @@ def prepare_request(line: RequestLine, llm: "LLM", model_name: str) -> "Request"
         if line.is_chat:
             for name in body.get("chat_template_kwargs", ()):
                 # A line may set variables of the model's template, but bring no template: a template is a program.
-                if name in list_rendering_arguments(llm):
+                if name in list_rendering_arguments():
                     raise ValueError(f"chat_template_kwargs has {name!r}, which is not for a line to choose")
             options = dict(body.get("chat_template_kwargs", {}))
             if tools := _read_tools(body):
@@ -202,9 +202,11 @@ def prepare_request(line: RequestLine, llm: "LLM", model_name: str) -> "Request"
         raise LineError("invalid_request", str(error), line.custom_id) from error
 
 
-def list_rendering_arguments(llm: "LLM") -> set[str]:
+def list_rendering_arguments() -> set[str]:
     """Return the names of the arguments of transformers' apply_chat_template, which Python code alone may set."""
-    return {"messages", *signature(llm.tokenizer.apply_chat_template).parameters}
+    from transformers import PreTrainedTokenizerBase
+
+    return {*signature(PreTrainedTokenizerBase.apply_chat_template).parameters, "messages"}
 
 
 def _check_body(line: RequestLine, model_name: str) -> dict[str, Any]:

@@ -34,8 +34,8 @@ class ThinkingTokens:
         self.open = vocabulary[OPEN]
         self.close = vocabulary[CLOSE]
         self._call = vocabulary.get(CALL)
-        added = tokenizer.transformers.added_tokens_decoder
-        self._special = {i for i, token in added.items() if token.special} - {self.open, self.close}
+        added = tokenizer.added_tokens.items()
+        self._special = {i for i, token in added if token.special} - {self.open, self.close}
 
     def is_opened_by(self, prompt: Seq[int]) -> bool | None:
         """Tell whether a prompt opened the thinking (True) or closed it (False); None if it did neither.

@@ -2,23 +2,45 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from enum import Enum
+from pathlib import Path
 from typing import Any
 
 from nanovllm.text.prompts import Message, name_errors
-from nanovllm.text.tokenizer import Tokenizer
+from nanovllm.text.tokenizer import Tokenizer, explain_missing
 from nanovllm.utils.checks import as_choice, quote
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 """The roles that a message may have, each with the chat template's name for it."""
 
 
+WORDS = ("nanovllmfirst", "nanovllmsecond")
+"""No template has these words. If it writes them, it has read them in the content of a message."""
+STRANGER = "nanovllmkey"
+"""No template reads this key of a content part. If it writes the key, it has written the part as a whole."""
+CALL = {"id": "abcdefghi", "type": "function", "function": {"name": "f", "arguments": {}}}
+
+
+class ContentForm(Enum):
+    """The forms in which a chat template takes the content of a message."""
+
+    TEXT = "a string alone"
+    PARTS = "parts alone"
+    ONE_PART = "one part alone"
+    BOTH = "a string or parts"
+
+
 def render_conversations(
-    conversations: Sequence[Sequence[Message]], tokenizer: Tokenizer | None, options: Mapping[str, Any]
+    conversations: Sequence[Sequence[Message]],
+    tokenizer: Tokenizer | None,
+    options: Mapping[str, Any],
+    origin: Path | str = "",
 ) -> list[str]:
     """Write each conversation as the text of a prompt, through the model's chat template.
 
     Args:
         options: arguments of transformers' apply_chat_template, and values of the template's variables.
+        origin: the model's folder, for the error of a model without a tokenizer.
 
     Raises:
         ValueError: the model has no chat template, or the template refuses a conversation. With several conversations
@@ -28,30 +50,84 @@ def render_conversations(
     for i, conversation in enumerate(conversations):
         with name_errors("conversation", i, len(conversations)):
             if tokenizer is None:
-                raise ValueError("this model has no tokenizer, so no chat template; use generate() with token ids")
-            texts.append(_render(tokenizer.transformers, read_conversation(conversation), options))
+                raise ValueError(f"{explain_missing(origin)}, so no chat template; use generate() with token ids")
+            messages = read_conversation(conversation)
+            if not tokenizer.template_tokenizer.chat_template and options.get("chat_template") is None:
+                raise ValueError(
+                    "this model's tokenizer has no chat template; use generate() with a prompt of your own"
+                )
+            try:
+                texts.append(ChatTemplate(tokenizer, options).render(messages))
+            except Exception as error:  # an error of jinja2, or any error in the template's code
+                raise ValueError(f"the chat template refuses these messages: {error}") from error
     return texts
 
 
-def _render(tokenizer: Any, messages: Sequence[Message], options: Mapping[str, Any]) -> str:
-    """Write one conversation as text. Unless the options say otherwise, the text ends with the opening of an answer.
+class ChatTemplate:
+    """A chat template with the options of one call. Contents get the form that it takes."""
 
-    Args:
-        tokenizer: a tokenizer of transformers.
-    """
-    if not tokenizer.chat_template and options.get("chat_template") is None:
-        raise ValueError("this model's tokenizer has no chat template; use generate() with a prompt of your own")
-    try:
-        text: str = tokenizer.apply_chat_template(
-            messages, tokenize=False, **{"add_generation_prompt": True, **options}
-        )
-    except Exception as error:  # an error of jinja2, or any error in the template's code
-        raise ValueError(f"the chat template refuses these messages: {error}") from error
-    return text
+    def __init__(self, tokenizer: Tokenizer, options: Mapping[str, Any]) -> None:
+        self._tokenizer = tokenizer.template_tokenizer
+        # A model may have several templates, which have names.
+        template = self._tokenizer.get_chat_template(options.get("chat_template"), options.get("tools"))
+        self._options = {"add_generation_prompt": True, **options, "chat_template": template}
+        self._forms: dict[str, ContentForm] = tokenizer.find_forms(template, bool(options.get("tools")))
+        """The form of each role's contents, for the roles that conversations had so far."""
+
+    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """Write a conversation as text. Unless the options say otherwise, it ends with the opening of an answer."""
+        shaped = [self._shape(message) for message in messages]
+        text: str = self._tokenizer.apply_chat_template(shaped, tokenize=False, **self._options)
+        return text
+
+    def _shape(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return a message whose content has the form that the template takes."""
+        content = message.get("content")
+        if content is None:  # a message with tool_calls has no content
+            return message
+        role = message["role"]
+        if role not in self._forms:
+            self._forms[role] = self._find_form(role)
+        form = self._forms[role]
+        if isinstance(content, list) and form in (ContentForm.TEXT, ContentForm.ONE_PART):
+            content = "\n".join(part["text"] for part in content)
+        if isinstance(content, str) and form in (ContentForm.PARTS, ContentForm.ONE_PART):
+            content = [{"type": "text", "text": content}]
+        return {**message, "content": content}
+
+    def _find_form(self, role: str) -> ContentForm:
+        """Find out in which form the template takes the contents of a role: let it write two words in each form."""
+        parts = [{"type": "text", "text": word, STRANGER: ""} for word in WORDS]
+        takes_text = self._writes(WORDS[:1], role, WORDS[0])
+        if self._writes(WORDS, role, parts):
+            return ContentForm.BOTH if takes_text else ContentForm.PARTS
+        if not takes_text and self._writes(WORDS[:1], role, parts[:1]):
+            return ContentForm.ONE_PART
+        # If it writes none of them, it may refuse such a conversation.
+        return ContentForm.TEXT if takes_text or role == "user" else self._forms["user"]
+
+    def _writes(self, words: Sequence[str], role: str, content: Any) -> bool:
+        """Return whether the template writes these words when a message of this role has this content."""
+        message = {"role": role, "content": content}
+        talk: list[Mapping[str, Any]] = [message]
+        if role != "user":
+            question = self._shape({"role": "user", "content": "hello"})
+            call = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+            answer = {**message, "tool_call_id": CALL["id"], "name": "f"}
+            talks = {"system": [message, question], "assistant": [question, message, question]}
+            talk = talks.get(role, [question, call, answer])
+        options = {**self._options, "add_generation_prompt": False, "continue_final_message": False}
+        try:
+            text = self._tokenizer.apply_chat_template(talk, tokenize=False, **options)
+        except Exception:  # any error in the template's code
+            return False
+        # A template that writes a list of parts as JSON says so itself. Python's form comes where it expects a string.
+        is_as_python = STRANGER in text and json.dumps(content) not in text
+        return not is_as_python and all(word in text for word in words)
 
 
 def read_conversation(messages: Any) -> list[dict[str, Any]]:
-    """Return the messages; the content of each becomes one string. Other fields (tool_calls, name ...) stay.
+    """Return the messages; the content of each becomes a string or a list of text parts. Other fields stay.
 
     Raises:
         ValueError: `messages` is not a conversation, or a part of a content is not text, or a role is unknown. The
@@ -64,7 +140,7 @@ def read_conversation(messages: Any) -> list[dict[str, Any]]:
     for i, message in enumerate(messages):
         read = {**message, "role": ROLES[as_choice(message["role"], f"the role of message {i}", ROLES)]}
         if "content" in message:
-            read["content"] = join_parts(message["content"], i)
+            read["content"] = read_content(message["content"], i)
         if message.get("tool_calls"):
             read["tool_calls"] = read_tool_calls(message["tool_calls"], i)
         conversation.append(read)
@@ -99,8 +175,8 @@ def read_tool_calls(tool_calls: Any, index: int) -> list[dict[str, Any]]:
     return calls
 
 
-def join_parts(content: Any, index: int) -> Any:
-    """Return the content of a message as one string: the text parts are joined by line breaks.
+def read_content(content: Any, index: int) -> Any:
+    """Return the content of a message: a string, or a list of text parts, each an object with its text.
 
     None stays None, because a message with tool_calls has no content.
 
@@ -109,9 +185,10 @@ def join_parts(content: Any, index: int) -> Any:
     """
     if content is None or isinstance(content, str):
         return content
-    parts = content if isinstance(content, (list, tuple)) else [content]
-    for part in parts:
-        is_text = isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
-        if not is_text and not isinstance(part, str):
+    parts = []
+    for part in content if isinstance(content, (list, tuple)) else [content]:
+        read = {"type": "text", "text": part} if isinstance(part, str) else part
+        if not isinstance(read, Mapping) or read.get("type") != "text" or not isinstance(read.get("text"), str):
             raise ValueError(f"message {index} has the content {quote(content)}; only text is supported")
-    return "\n".join(part if isinstance(part, str) else part["text"] for part in parts)
+        parts.append(read)
+    return parts

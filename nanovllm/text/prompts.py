@@ -3,11 +3,12 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from numbers import Number
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
-from nanovllm.text.tokenizer import Tokenizer
+from nanovllm.text.tokenizer import Tokenizer, explain_missing
 from nanovllm.utils.checks import as_integer, quote
 
 BATCH = 256
@@ -136,6 +137,7 @@ def tokenise_prompts(
     kind: str = "prompt",
     add_special_tokens: bool = True,
     show: bool = False,
+    origin: Path | str = "",
 ) -> list[TokenisedPrompt]:
     """Read all prompts, and tokenise the texts among them. The tokenizer uses all cores for each batch of texts.
 
@@ -143,6 +145,7 @@ def tokenise_prompts(
         kind: what error messages call a prompt.
         add_special_tokens: put the tokenizer's special tokens around each text.
         show: draw a progress bar if it takes longer than a second.
+        origin: the model's folder, for the error of a model without a tokenizer.
 
     Raises:
         ValueError: a prompt has no valid form, is too long, or cannot be tokenised. With several prompts the message
@@ -156,7 +159,7 @@ def tokenise_prompts(
             text, token_ids = read_prompt(prompt)
             if text is not None and token_ids is None:
                 if tokenizer is None:
-                    raise ValueError("the prompt is a string, and this model has no tokenizer: pass token ids")
+                    raise ValueError(f"the prompt is a string, and {explain_missing(origin)}; or pass token ids")
                 tokenizer.check(text)
                 texts.append((i, text))
             done.append(TokenisedPrompt(text, token_ids or []))

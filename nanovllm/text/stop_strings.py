@@ -1,5 +1,6 @@
 """Decodes tokens that follow others, and finds stop strings in an output while it grows."""
 
+import re
 from collections.abc import Sequence as Seq
 from operator import itemgetter
 from typing import Any
@@ -32,21 +33,80 @@ def decode_after(backend: Any, context: Seq[int], token_ids: Seq[int], skip_spec
     return text[start:]
 
 
-class StopStringMatcher:
-    """Decodes one sequence token by token, and finds the first stop string in its text. It may span several tokens."""
+class TextDecoder:
+    """Decodes one sequence token by token."""
 
-    def __init__(self, backend: Any, params: SamplingParams, context: Seq[int] = ()) -> None:
+    def __init__(self, backend: Any, skip_special_tokens: bool, context: Seq[int] = ()) -> None:
         """
         Args:
             backend: a tokenizer of the tokenizers library.
             context: the tokens before the sequence: see `decode_after`.
         """
         self._backend = backend
-        self._stop = tuple(params.stop or ())
-        self._skip_special_tokens = params.skip_special_tokens
+        self._skip_special_tokens = skip_special_tokens
         self._context = context
         self._new: list[int] = []
         """Tokens whose text is not in `text` yet, because a character may lack its last bytes."""
+        self.text = ""
+        """The text so far."""
+        self.num_before = 0
+        """So many characters did `text` have before the last token."""
+
+    def feed(self, token_id: int) -> None:
+        """Add the next token."""
+        self.num_before = len(self.text)
+        self._new.append(token_id)
+        piece = self.read_rest()
+        num_ready = len(self._new)
+        if not piece or piece.endswith(REPLACEMENT):
+            if num_ready < MOST_WAITING:
+                return
+            # These are no character: one that lacks bytes has begun within the last 4 tokens. Waiting has an end, so
+            # that the time is linear.
+            num_ready -= 4
+            piece = decode_after(self._backend, self._context, self._new[:num_ready], self._skip_special_tokens)
+        if piece:
+            # The first piece may begin with a character that the context has the first bytes of.
+            self._context = [*(() if self.text else self._context), *self._new[:num_ready]]
+        self._new = self._new[num_ready:]
+        self.text += piece
+
+    def read_rest(self) -> str:
+        """Return the text of the tokens whose text is not in `text` yet, as if no token followed them."""
+        return decode_after(self._backend, self._context, self._new, self._skip_special_tokens)
+
+
+class StopStringMatcher:
+    """Decodes one sequence token by token, and finds the first stop string in its text. It may span several tokens.
+
+    A stop string may have the text of special tokens, which is not in the request's text if the request skips special
+    tokens. Such a stop string is looked for in a second text, in which special tokens are not skipped.
+    """
+
+    def __init__(
+        self,
+        backend: Any,
+        params: SamplingParams,
+        context: Seq[int] = (),
+        special_tokens: re.Pattern[str] | None = None,
+    ) -> None:
+        """
+        Args:
+            backend: a tokenizer of the tokenizers library.
+            context: the tokens before the sequence: see `decode_after`.
+            special_tokens: matches the text of any special token; None if there are none.
+        """
+        self.decoder = TextDecoder(backend, params.skip_special_tokens, context)
+        self._full_decoder: TextDecoder | None = None
+        """Decodes special tokens, too. None if no stop string needs it."""
+        self._stop: list[tuple[str, str, TextDecoder]] = []
+        """Each stop string, the part of it that the request's text has, and the decoder in whose text it is found."""
+        for stop in params.stop or ():
+            if special_tokens is None or not params.skip_special_tokens or not special_tokens.search(stop):
+                self._stop.append((stop, stop, self.decoder))
+                continue
+            self._full_decoder = self._full_decoder or TextDecoder(backend, False, context)
+            self._stop.append((stop, special_tokens.sub("", stop), self._full_decoder))
         self._num_free = params.min_tokens  # the next so many tokens cannot end the sequence
         self._is_included = params.include_stop_str_in_output
         self.text = ""
@@ -57,32 +117,25 @@ class StopStringMatcher:
     def feed(self, token_id: int) -> bool:
         """Add the next token. Returns True if that completed a stop string."""
         self._num_free -= 1
-        self._new.append(token_id)
-        piece = decode_after(self._backend, self._context, self._new, self._skip_special_tokens)
-        num_ready = len(self._new)
-        if not piece or piece.endswith(REPLACEMENT):
-            if num_ready < MOST_WAITING:
-                return False
-            # These are no character: one that lacks bytes has begun within the last 4 tokens. Waiting has an end, so
-            # that the time is linear.
-            num_ready -= 4
-            piece = decode_after(self._backend, self._context, self._new[:num_ready], self._skip_special_tokens)
-        if piece:
-            # The first piece may begin with a character that the context has the first bytes of.
-            self._context = [*(() if self.text else self._context), *self._new[:num_ready]]
-        self._new = self._new[num_ready:]
-        known = len(self.text)
-        self.text += piece
+        self.decoder.feed(token_id)
+        self.text = self.decoder.text
+        if self._full_decoder is not None:
+            self._full_decoder.feed(token_id)
         if self._num_free >= 0:
             return False
-        found = [(at + len(s), s) for s in self._stop if (at := self.text.find(s, max(0, known - len(s) + 1))) >= 0]
+        found = []
+        for stop, visible, decoder in self._stop:
+            at = decoder.text.find(stop, max(0, decoder.num_before - len(stop) + 1))
+            if at >= 0:
+                num_after = len(decoder.text) - at - len(stop)
+                found.append((num_after, stop, visible, decoder))
         if not found:
             return False
-        # Of several, the one that is complete first counts, wherever tokens meet. min() keeps the order of equal ones.
-        end, self.found = min(found, key=itemgetter(0))
-        self.text = self.text[: end if self._is_included else end - len(self.found)]
+        # Of several, the one that is complete first counts, wherever tokens meet. max() keeps the order of equal ones.
+        num_after, self.found, visible, decoder = max(found, key=itemgetter(0))
+        if decoder is not self.decoder:
+            self.text += self.decoder.read_rest()
+        self.text = self.text[: max(0, len(self.text) - num_after - len(visible))]
+        if self._is_included:
+            self.text += self.found
         return True
-
-    def read_rest(self) -> str:
-        """Return the text of the tokens whose text is not in `text` yet, as if no token followed them."""
-        return decode_after(self._backend, self._context, self._new, self._skip_special_tokens)

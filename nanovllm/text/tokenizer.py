@@ -1,16 +1,79 @@
 """Encodes text to token ids, and decodes token ids to text."""
 
 import logging
+import re
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
+from copy import deepcopy
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.text.stop_strings import REPLACEMENT, StopStringMatcher, decode_after
+from nanovllm.text.stop_strings import REPLACEMENT, StopStringMatcher, TextDecoder, decode_after
 from nanovllm.utils.checks import INT64_MAX
 
 MOST_PARTS = 8
 """The last two characters of a text have at most so many bytes, and so many tokens."""
+MOST_TEMPLATES = 64
+"""So many chat templates are known at once."""
+FILE = "tokenizer.json"
+CONVERSIONS = {
+    "tokenizer.model": "add_bos_token=True",
+    "tekken.json": "bos_token='<s>', eos_token='</s>', add_bos_token=True",
+}
+"""Files of tokenizers that cannot be read, each with the arguments with which transformers converts it."""
+
+
+def explain_missing(origin: Path | str) -> str:
+    """Return why a model has no tokenizer: it must be converted first, or there is none.
+
+    Args:
+        origin: the model's folder, or the name of a preset.
+    """
+    return (isinstance(origin, Path) and find_conversion(origin)) or "this model has no tokenizer"
+
+
+def find_conversion(folder: Path) -> str:
+    """Return how to convert a folder's tokenizer; "" if it has a tokenizer.json, or nothing that can be converted."""
+    for name, arguments in CONVERSIONS.items():
+        if (folder / name).is_file() and not (folder / FILE).is_file():
+            return (
+                f"this model's tokenizer is in {name}, which cannot be read: convert it to a {FILE} with transformers, "
+                f"AutoTokenizer.from_pretrained('{folder}', {arguments}).save_pretrained('{folder}'), which needs "
+                f"pip install sentencepiece protobuf, or take the {FILE} of the model that this one was made from"
+            )
+    return ""
+
+
+def read_tokenizer(folder: Path) -> tuple[Any, Any]:
+    """Read the tokenizer of a folder.
+
+    Whatever a tokenizer.json says, most of transformers' classes build a normalizer, a pre-tokenizer and a decoder of
+    their own. So this file is read without the class, which only says which special tokens there are.
+
+    Returns:
+        transformers' tokenizer, for chat templates and special tokens, and its backend, a tokenizer of the tokenizers
+        library, for token ids.
+    """
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    found: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    if (folder / FILE).is_file() and type(found) is not PreTrainedTokenizerFast:
+        # This class has the file's backend, with the tokens of tokenizer_config.json that the file lacks.
+        plain = PreTrainedTokenizerFast.from_pretrained(folder)
+        if isinstance(found, PreTrainedTokenizerFast):
+            found._tokenizer = plain.backend_tokenizer
+        else:
+            found = plain
+        for name, token in found.special_tokens_map.items():
+            if found.backend_tokenizer.token_to_id(token) is None:  # a default of the class
+                setattr(found, name, None)
+    backend = found.backend_tokenizer
+    # A training script may have left these two in the file. They cut prompts, or make them as long as the longest.
+    backend.no_truncation()
+    backend.no_padding()
+    return found, backend
 
 
 class Tokenizer:
@@ -22,24 +85,37 @@ class Tokenizer:
         Args:
             max_model_len: the most tokens of a prompt and its output. Texts that are far too long for it are refused.
         """
-        from transformers import AutoTokenizer
-
         self._max_model_len = max_model_len
         self._longest_token: int | None = None
         logging.getLogger("transformers.tokenization_utils_base").setLevel(logging.ERROR)
         try:
-            self.transformers: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-            self._backend: Any = self.transformers.backend_tokenizer
+            self.template_tokenizer, self._backend = read_tokenizer(folder)
         except Exception as error:  # transformers, tokenizers and json each raise their own
-            raise ValueError(f"the tokenizer in {folder} cannot be read: {error}") from error
+            advice = f"; {advice}" if (advice := find_conversion(folder)) else ""
+            raise ValueError(f"the tokenizer in {folder} cannot be read: {error}{advice}") from error
+        self.eos_token_id: int | None = self.template_tokenizer.eos_token_id
+        self._bos_token_id: int | None = self.template_tokenizer.bos_token_id
+        self.added_tokens: dict[int, Any] = self._backend.get_added_tokens_decoder()
+        """The added tokens by their ids, each an AddedToken of the tokenizers library."""
+        texts = sorted((token.content for token in self.added_tokens.values() if token.special), key=len, reverse=True)
+        self.find_forms: Callable[[str, bool], dict[str, Any]] = lru_cache(MOST_TEMPLATES)(lambda *template: {})
+        """Returns the dict in which conversations.py keeps what it has found out about a chat template."""
+        self._special_tokens = re.compile("|".join(map(re.escape, texts))) if texts else None
 
     @staticmethod
     def find(folder: Path | None, max_model_len: int = INT64_MAX) -> "Tokenizer | None":
         """Read the folder's tokenizer; None if it has none."""
-        names = ("tokenizer.json", "tokenizer_config.json", "vocab.json")
+        names = (FILE, "tokenizer_config.json", "vocab.json")
         if folder is None or not any((folder / name).is_file() for name in names):
             return None
         return Tokenizer(folder, max_model_len)
+
+    @cached_property
+    def transformers(self) -> Any:
+        """transformers' tokenizer, for callers. It has a backend of its own, because padding=True, for example, changes
+        the backend for later calls, too."""
+        self.template_tokenizer._tokenizer = deepcopy(self._backend)
+        return self.template_tokenizer
 
     @property
     def vocabulary(self) -> dict[str, int]:
@@ -79,20 +155,20 @@ class Tokenizer:
                 token gets no second one.
         """
         encodings = self._backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
-        bos = self.transformers.bos_token_id
+        bos = self._bos_token_id
         return [e.ids[1:] if bos is not None and e.ids[:2] == [bos, bos] else e.ids for e in encodings]
 
     def decode(self, token_ids: Seq[int], skip_special_tokens: bool, prompt: Seq[int] = ()) -> str:
         """Return the text of token_ids when they follow a prompt: see `decode_after`.
 
-        It is always the text that a `StopStringMatcher` reads token by token. If bytes are no character, some decoders
+        It is always the text that a `TextDecoder` reads token by token. If bytes are no character, some decoders
         replace the characters before them, too, when they see all tokens at once.
         """
         context = self._find_context(prompt)
         text = decode_after(self._backend, context, token_ids, skip_special_tokens)
         if REPLACEMENT not in text:
             return text
-        decoder = StopStringMatcher(self._backend, SamplingParams(skip_special_tokens=skip_special_tokens), context)
+        decoder = TextDecoder(self._backend, skip_special_tokens, context)
         for token_id in token_ids:
             decoder.feed(token_id)
         return decoder.text + decoder.read_rest()
@@ -108,6 +184,11 @@ class Tokenizer:
     def find_token(self, text: str) -> int | None:
         """Return the id of a token that the vocabulary writes so; None if there is none."""
         return self._backend.token_to_id(text)  # type: ignore[no-any-return]
+
+    def find_special_tokens(self, texts: Iterable[str]) -> set[int]:
+        """Return the ids of the special tokens that have one of these texts."""
+        ids = map(self.find_token, texts)
+        return {i for i in ids if i is not None and i in self.added_tokens and self.added_tokens[i].special}
 
     def _find_context(self, prompt: Seq[int]) -> Seq[int]:
         """Return the end of a prompt, from the last place where a character begins that is text, and not special."""
@@ -127,4 +208,4 @@ class Tokenizer:
 
     def stop_matcher(self, params: SamplingParams, prompt: Seq[int]) -> StopStringMatcher:
         """Return a matcher that decodes an output, and watches it for the request's stop strings."""
-        return StopStringMatcher(self._backend, params, self._find_context(prompt))
+        return StopStringMatcher(self._backend, params, self._find_context(prompt), self._special_tokens)

@@ -1,6 +1,7 @@
 """How likely texts are: from pairs of a prompt and a continuation to token ids, and from outputs to scores."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from nanovllm.outputs import Output, Score
@@ -19,14 +20,18 @@ def score_pairs(llm: Any, prompts: Any, continuations: Any, show: bool) -> list[
     llm.engine.claim.check()
     starts = list_prompts(prompts)
     endings = list_prompts(continuations)
-    pairs, params = join_pairs(starts, endings, llm.engine.tokenizer, show)
+    pairs, params = join_pairs(starts, endings, llm.engine.tokenizer, show, llm.engine.facts.origin)
     requests = llm.prepare_requests(pairs, params, kind="pair")
     scores = {number: read_score(output) for number, output in llm.run_requests(requests, "Scoring", show)}
     return [scores[i] for i in range(len(scores))]
 
 
 def join_pairs(
-    prompts: Sequence[Prompt], continuations: Sequence[Prompt], tokenizer: Tokenizer | None, show: bool
+    prompts: Sequence[Prompt],
+    continuations: Sequence[Prompt],
+    tokenizer: Tokenizer | None,
+    show: bool,
+    origin: Path | str,
 ) -> tuple[list[list[int]], list[SamplingParams]]:
     """Tokenise pairs, and make the sampling_params that score each continuation after its prompt.
 
@@ -36,6 +41,7 @@ def join_pairs(
     Args:
         prompts: one for each continuation, or one for all.
         show: draw a progress bar if tokenising takes longer than a second.
+        origin: the model's folder, for the error of a model without a tokenizer.
 
     Returns:
         The token ids of each prompt with its continuation, and the sampling_params of each.
@@ -55,11 +61,11 @@ def join_pairs(
             endings.append(prompt + continuation)
             continue
         with name_errors("pair", i, count):
-            (alone,) = tokenise_prompts([continuation], tokenizer, add_special_tokens=False)
+            (alone,) = tokenise_prompts([continuation], tokenizer, add_special_tokens=False, origin=origin)
         starts.append(prompt)
         endings.append(alone.token_ids)
-    tokenised_starts = tokenise_prompts(starts, tokenizer, kind="pair", show=show)
-    tokenised_endings = tokenise_prompts(endings, tokenizer, kind="pair", show=show)
+    tokenised_starts = tokenise_prompts(starts, tokenizer, kind="pair", show=show, origin=origin)
+    tokenised_endings = tokenise_prompts(endings, tokenizer, kind="pair", show=show, origin=origin)
     joined = []
     params = []
     for i, (start, ending) in enumerate(zip(tokenised_starts, tokenised_endings, strict=True)):

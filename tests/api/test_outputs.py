@@ -240,7 +240,7 @@ def test_a_text_is_the_pieces_that_its_tokens_add(reciter: Path) -> None:
             before = matcher.text
             matcher.feed(token_id)
             assert matcher.text.startswith(before)
-        assert matcher.text + matcher.read_rest() == tokenizer.decode(token_ids, True, prompt)
+        assert matcher.text + matcher.decoder.read_rest() == tokenizer.decode(token_ids, True, prompt)
     assert tokenizer.decode([*"aé".encode(), 255], True, [257]) == "aé\ufffd"
 
 

@@ -589,8 +589,8 @@ RENDERING = ("chat_template", "tools", "documents", "add_generation_prompt", "to
 
 def test_a_line_may_name_no_argument_of_the_rendering_itself() -> None:
     with LLM("tiny-qwen3", max_model_len=64, kvcache_memory_bytes=8 << 20) as llm:
-        assert set(RENDERING) <= list_rendering_arguments(llm)
-        for name in list_rendering_arguments(llm):
+        assert set(RENDERING) <= list_rendering_arguments()
+        for name in list_rendering_arguments():
             with pytest.raises(LineError, match=f"'{name}', which is not for a line"):
                 prepare_request(read_request_line(Line(1, chat_of(**{name: 1}))), llm, "tiny-qwen3")
 
