@@ -1,5 +1,6 @@
 """Encodes text to token ids, and decodes token ids to text."""
 
+import json
 import logging
 from collections.abc import Sequence as Seq
 from pathlib import Path
@@ -13,6 +14,20 @@ MOST_PARTS = 8
 """The last two characters of a text have at most so many bytes, and so many tokens."""
 
 
+def load_auto_tokenizer(folder: Path) -> Any:
+    """Return transformers' tokenizer of a model's folder."""
+    from transformers import AutoConfig, AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except AttributeError:
+        # config.json has a dtype that models/model_config.py reads and transformers does not, such as "torch.bfloat16".
+        # Of that file a tokenizer needs the type of the model alone.
+        model_type = json.loads((folder / "config.json").read_text(encoding="utf-8"))["model_type"]
+        config = AutoConfig.for_model(model_type)
+        return AutoTokenizer.from_pretrained(folder, config=config, trust_remote_code=False)
+
+
 class Tokenizer:
     """The tokenizer of a model's folder, with the few functions that the engine needs."""
 
@@ -22,13 +37,11 @@ class Tokenizer:
         Args:
             max_model_len: the most tokens of a prompt and its output. Texts that are far too long for it are refused.
         """
-        from transformers import AutoTokenizer
-
         self._max_model_len = max_model_len
         self._longest_token: int | None = None
         logging.getLogger("transformers.tokenization_utils_base").setLevel(logging.ERROR)
         try:
-            self.transformers: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+            self.transformers: Any = load_auto_tokenizer(folder)
             self._backend: Any = self.transformers.backend_tokenizer
         except Exception as error:  # transformers, tokenizers and json each raise their own
             raise ValueError(f"the tokenizer in {folder} cannot be read: {error}") from error
