@@ -6,7 +6,7 @@ A wing is a room that an engine can do without: nothing of it is imported before
 import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,7 @@ from nanovllm.engine.interfaces import StepObserver
 from nanovllm.engine.llm_engine import LLMEngine, ModelFacts
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.layers.parallel import Parallel
+from nanovllm.models.headers import fit_to_checkpoint
 from nanovllm.models.hub import find_folder, find_model
 from nanovllm.models.model_config import (
     find_decoder,
@@ -27,8 +28,9 @@ from nanovllm.models.model_config import (
     read_json,
     take_text_config,
 )
+from nanovllm.models.settings_files import read_config
 from nanovllm.models.sizes import Sizes
-from nanovllm.models.weight_reader import has_lm_head, load_weights, read_ahead, stamp_checkpoint
+from nanovllm.models.weight_reader import checkpoint_files, load_weights, read_ahead, stamp_checkpoint
 from nanovllm.runner.kv_memory import make_cache
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.runner.resolve import resolve
@@ -105,11 +107,10 @@ def read_files(asked: EngineConfig) -> "tuple[Path | None, Path | None, Pretrain
     folder, source, data = find_config(asked.model, asked.revision, asked.load_format)
     weights = None if asked.load_format == "dummy" else folder
     if weights is not None:
-        read_ahead(sorted(weights.glob("*.safetensors")))  # while transformers is imported
+        with suppress(ValueError):  # config.json is judged first
+            read_ahead(checkpoint_files(weights))  # while transformers is imported
     hf_config = load_model_config(data, source)
-    can_generate = has_lm_head(hf_config, weights)
-    if not can_generate:
-        hf_config.tie_word_embeddings = True  # then the decoder allocates no head
+    can_generate = fit_to_checkpoint(hf_config, weights)
     generation, default_params = read_generation_config(folder)
     named = {**data, **generation}.get("eos_token_id")  # one id or several
     ids = named if isinstance(named, list) else [named]
@@ -165,7 +166,7 @@ def find_config(model: str, revision: str | None, load_format: str) -> tuple[Pat
         if (shape := find_shape(model, load_format)) is not None:
             return None, f"preset {model.lower()}", shape
     folder = find_model(model, revision)
-    return folder, str(folder / "config.json"), take_text_config(read_json(folder / "config.json"))
+    return folder, str(folder / "config.json"), read_config(folder)
 
 
 def resolve_options(
@@ -245,9 +246,14 @@ def make_runner(
             from nanovllm.models.lora import Adapter
 
             adapter = Adapter(config.lora)
-        unread = find_family(hf_config).unread
         fill = partial(
-            load_weights, parallel=parallel, quantizer=quantizer, folder=weights, unread=unread, adapter=adapter
+            load_weights,
+            parallel=parallel,
+            quantizer=quantizer,
+            config=hf_config,
+            folder=weights,
+            unread=find_family(hf_config).unread,
+            adapter=adapter,
         )
     runner = runner_class(config, hf_config, fill, parallel, quantizer, find_decoder(hf_config))
     # If the ranks do not share each layer, rank 0 alone has the draft model.

@@ -24,6 +24,7 @@ from nanovllm.load import assemble, make_quantizer, read_generation_config, reso
 from nanovllm.models.diagnosis import explain
 from nanovllm.models.hub import CONFIGS, TOKENIZER, as_path, download, find_folder
 from nanovllm.models.model_config import find_decoder, load_model_config, read_json
+from nanovllm.models.settings_files import read_config
 from nanovllm.models.shapes import PRESETS, preset_config
 from nanovllm.models.sizes import Sizes
 from nanovllm.runner.resolve import resolve_device
@@ -65,7 +66,8 @@ def fetch_config(model: str) -> "PretrainedConfig":
         if model.lower() in (shape, PRESETS.get(shape, "").lower()) and shape in PRESETS and not path.exists():
             return load_model_config(preset_config(shape), f"preset {shape}")
         if not path.is_file():
-            path = (find_folder(model) or download(model, ["config.json"])) / "config.json"
+            folder = find_folder(model) or download(model, CONFIGS)
+            return load_model_config(read_config(folder), str(folder / "config.json"))
         return load_model_config(read_json(path), str(path))
     except ValueError as error:
         raise explain(error, model) or error from error

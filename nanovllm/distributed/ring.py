@@ -1,7 +1,9 @@
 """A ring of slots in shared memory: rank 0 writes plans, every follower reads every one of them, in order."""
 
+import errno
 import mmap
 import os
+import resource
 import tempfile
 import time
 from collections.abc import Callable
@@ -50,6 +52,20 @@ def make_anonymous_file() -> int:
         return os.dup(file.fileno())
 
 
+def resize(fd: int, size: int) -> None:
+    """Give a file its size; ValueError if a limit forbids it."""
+    try:
+        os.ftruncate(fd, size)
+    except OSError as error:
+        if error.errno != errno.EFBIG:
+            raise
+        limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+        raise ValueError(
+            f"rank 0 passes its plans to the other ranks in shared memory of {size} bytes, and RLIMIT_FSIZE, the limit "
+            f"of a file's size, is {limit} bytes: raise it (ulimit -f), or lower max_num_batched_tokens or max_num_seqs"
+        ) from error
+
+
 def make_ring(config: ResolvedConfig, fd: int) -> "Ring":
     """Return one end of the ring for an engine's plans. It has a slot for each plan in flight, and one more.
 
@@ -84,7 +100,7 @@ class Ring:
         header_bytes = 8 * CACHE_LINE * num_slots
         size = ack_bytes + header_bytes + 4 * capacity * num_slots
         if os.fstat(fd).st_size < size:
-            os.ftruncate(fd, size)
+            resize(fd, size)
         memory = memoryview(mmap.mmap(fd, size))
         self.capacity = capacity
         self._num_slots = num_slots

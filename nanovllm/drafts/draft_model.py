@@ -30,6 +30,7 @@ from nanovllm.engine.interfaces import Handle
 from nanovllm.engine.plan import LAST_TOKEN, NO_ENTRIES, NO_LOGPROBS, NO_NEW_ROWS, NO_TARGETS, IntArray, StepPlan
 from nanovllm.engine.scheduled_step import ScheduledStep
 from nanovllm.engine.sequence import Sequence
+from nanovllm.models.headers import fit_to_checkpoint
 from nanovllm.models.model_config import load_model_config
 from nanovllm.models.sizes import Sizes
 from nanovllm.runner.resolve import resolve
@@ -64,6 +65,8 @@ def find_draft(
     try:
         folder, source, data = find_config(name, None, asked.load_format)
         hf_config = load_model_config(data, source)
+        if not fit_to_checkpoint(hf_config, None if asked.load_format == "dummy" else folder):
+            raise ValueError("it has no LM head, and can only embed")
         sizes = Sizes(hf_config)
         if sizes.row_bytes(torch.float32):
             raise ValueError("it keeps a state for each sequence, which cannot take back the tokens of a wrong draft")

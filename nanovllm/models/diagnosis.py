@@ -12,9 +12,12 @@ from contextlib import suppress
 from pathlib import Path
 from subprocess import CalledProcessError
 
-from nanovllm.models.hub import BOX, ModelNotFoundError, as_path
+from nanovllm.models.headers import Headers
+from nanovllm.models.hub import BOX, QUANTIZATION_CONFIGS, ModelNotFoundError, as_path
+from nanovllm.models.settings_files import SETTINGS_FILE, read_config
 from nanovllm.models.shapes import PRESETS
 from nanovllm.models.weight_reader import name_some
+from nanovllm.utils.checks import quote
 from nanovllm.utils.memory import find_memory_limits, free_memory
 
 LFS = b"version https://git-lfs.github.com/spec/"
@@ -99,7 +102,53 @@ def advise_on_folder(folder: Path, error: ValueError) -> str:
             return ADVICE_ON_GGUF
         if inner := sorted(path.parent for path in folder.glob("*/config.json")):
             return f"did you mean {name_some([str(path) for path in inner])}?"
-    return ""
+    return advise_on_tensors(folder) if any(words in str(error) for words in OTHER_TENSORS) else ""
+
+
+OTHER_TENSORS = (" lacks ", " tensors that the model does not", "; config.json asks for ")
+"""Words of the loader's errors for a checkpoint with other tensors than config.json asks for."""
+
+LOOKS_LIKE = (
+    (r"\.(absmax|quant_map|quant_state\..+)$", "bitsandbytes' quantised weights, which are not supported"),
+    (r"\.(qweight|qzeros)$", "weights quantised by GPTQ or AWQ"),
+    (r"\.weight_packed$", "weights quantised by compressed-tensors"),
+    (r"\.(weight_scale|weight_scale_inv)$", "weights quantised to FP8 or int8"),
+    (r"\.lora_[AB]\.", "an adapter (LoRA) that is not merged: load its base model, with the option lora, or merge it"),
+    (r"^(model\.)?base_model\.", "a model that PEFT has wrapped: save it after merge_and_unload()"),
+    (r"(^|\.)(_orig_mod|module|_fsdp_wrapped_module)\.", "a wrapped model: save the one inside (torch.compile, FSDP)"),
+    (
+        r"(tok_embeddings\.|\.attention\.wq\.|\.feed_forward\.w1\.)",
+        "the format of the model's authors, not transformers': convert it with transformers' script for the model",
+    ),
+    (r"(^|\.)transformer\.(h|wte)\.", "a model of GPT-2's kind, which is another architecture"),
+    (r"\.(kv_a_proj_with_mqa|kv_b_proj)\.", "a model with latent attention (MLA), which is another architecture"),
+    (r"\.(block_sparse_moe|experts)\.", "a mixture of experts, and config.json names another architecture"),
+    (r"(vision_tower|vision_model|visual|multi_modal_projector|audio_tower)\.", "a model that also reads pictures"),
+    (r"(^|\.)(score|classifier|v_head|value_head|reward_head)\.", "a model that gives scores in place of tokens"),
+    (r"_(scale|zero_point)$", "a checkpoint with scales that are not read here"),
+    (r"\.bias$", "a model with biases that config.json does not ask for"),
+)
+"""(form of a tensor's name, what a checkpoint with such names looks like), the surest first."""
+
+
+def advise_on_tensors(folder: Path) -> str:
+    """Return what kind of checkpoint the names of its tensors look like; "" if they look like none that is known."""
+    headers = Headers(folder)
+    config = read_config(folder)
+    looks = next((kind for form, kind in LOOKS_LIKE if any(re.search(form, name) for name in headers.names)), "")
+    num_layers = config.get("num_hidden_layers")
+    if not looks and headers.count_layers() != num_layers:
+        looks = f"a model of {headers.count_layers()} layers, and config.json says {quote(num_layers)}"
+    if not looks:
+        return ""
+    settings = config.get("quantization_config")
+    if "quantised" in looks and isinstance(settings, dict):
+        method = quote(settings.get("quant_method"))
+        file = settings.get(SETTINGS_FILE, "config.json")
+        return f"the checkpoint looks like {looks}: it is quantised, by {method}, and its settings are in {file}"
+    if "quantised" in looks:
+        looks += f", and neither config.json nor {' nor '.join(QUANTIZATION_CONFIGS)} has its settings"
+    return f"the checkpoint looks like {looks}"
 
 
 def _list_files(folder: Path) -> list[Path]:

@@ -6,7 +6,9 @@ from pathlib import Path
 from nanovllm.utils.checks import quote, refuse
 
 BOX = "tiny-qwen3"
-CONFIGS = ["config.json", "generation_config.json"]
+QUANTIZATION_CONFIGS = ["quantize_config.json", "quant_config.json", "hf_quant_config.json"]
+"""The files of older tools with the settings of quantisation. Newer ones write them into config.json."""
+CONFIGS = ["config.json", "generation_config.json", *QUANTIZATION_CONFIGS]
 TOKENIZER = ["tokenizer*", "vocab.json", "merges.txt", "added_tokens.json", "special_tokens_map.json", "chat_template*"]
 PATTERNS = ["*.safetensors", "*.safetensors.index.json", *CONFIGS, *TOKENIZER]
 """The files of a repository that are downloaded."""

@@ -9,6 +9,7 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.models.config_keys import check_keys
+from nanovllm.models.config_sizes import check_limits, check_sizes
 from nanovllm.utils.checks import quote, refuse
 
 if TYPE_CHECKING:
@@ -75,6 +76,17 @@ FAMILIES = {
 }
 """By architecture, as config.json names it."""
 
+SILU = ("silu", "swish")
+"""The names of the one activation that is supported: transformers has both."""
+
+DTYPES = {
+    **{"float32": "float32", "float": "float32", "fp32": "float32", "f32": "float32"},
+    **{"bfloat16": "bfloat16", "bf16": "bfloat16"},
+    **{"float16": "float16", "half": "float16", "fp16": "float16", "f16": "float16"},
+    **{"float64": "float64", "double": "float64", "fp64": "float64", "f64": "float64"},
+}
+"""What the spellings of a dtype in files mean. "torch." may stand before each."""
+
 ROPE_TYPES = ("default", "linear", "yarn", "llama3")
 
 
@@ -98,15 +110,64 @@ def _parse_int(text: str) -> int | float:
 def take_text_config(data: dict[str, Any]) -> dict[str, Any]:
     """Return the part of a config.json that describes the decoder of text. In most models it is all of it.
 
-    Where a model has other parts, such as one for pictures, it is nested, and whether the LM head is tied is said
-    outside.
+    Where a model has other parts, such as one for pictures, it is nested. Whether the LM head is tied may be said at
+    either level. If one of them says so, the checkpoint decides: see `fit_to_checkpoint`.
     """
     text = data.get("text_config")
     if not isinstance(text, dict):
         return data
     outer = {name: data[name] for name in ("architectures", "tie_word_embeddings", "auto_map") if name in data}
-    own = ("dtype", "torch_dtype", "quantization_config", "eos_token_id")
+    if text.get("tie_word_embeddings") is True:
+        outer["tie_word_embeddings"] = True
+    own = ("dtype", "torch_dtype", "quantization_config", "compression_config", "eos_token_id")
     return {name: data[name] for name in own if name in data} | text | outer
+
+
+def read_dtypes(data: dict[str, Any], source: str) -> dict[str, Any]:
+    """Return a config.json with the one spelling of its dtype that transformers reads.
+
+    "auto" names no dtype, and that of codes says nothing about what is not quantised.
+
+    Raises:
+        ValueError: the dtype is not one of `DTYPES`.
+    """
+    read: dict[str, str | None] = {}
+    for name in ("dtype", "torch_dtype"):
+        value = data.get(name)
+        if value is None:
+            continue
+        spelling = value.lower().removeprefix("torch.") if isinstance(value, str) else ""
+        names_no_float = re.fullmatch(r"auto|float8_\w+|u?int\d+", spelling)
+        if not names_no_float and spelling not in DTYPES:
+            raise refuse(value, f"{source}: {name}", f"one of {', '.join(sorted(set(DTYPES.values())))}")
+        read[name] = None if names_no_float else DTYPES[spelling]
+    return data | read
+
+
+def read_quantization(data: dict[str, Any]) -> dict[str, Any]:
+    """Return a config.json whose quantization_config is about weights, or is not there.
+
+    Older files have another name for it. And it may be about the KV cache alone: how this engine stores that is said by
+    its option kv_cache_dtype.
+    """
+    settings = data.get("quantization_config")
+    if isinstance(compression := data.get("compression_config"), dict) and compression:
+        settings = {"quant_method": "compressed-tensors", **compression}
+    rest = {name: value for name, value in data.items() if name not in ("quantization_config", "compression_config")}
+    if not settings or (isinstance(settings, dict) and is_about_cache_alone(settings)):
+        return rest
+    return rest | {"quantization_config": settings}
+
+
+def is_about_cache_alone(settings: dict[str, Any]) -> bool:
+    """Return whether a quantization_config describes how the KV cache is quantised, and nothing else."""
+    if settings.get("kv_cache_quant_algo") and not settings.get("quant_algo"):
+        return True
+    sparsity = settings.get("sparsity_config")
+    is_dense = not sparsity or (isinstance(sparsity, dict) and sparsity.get("format") == "dense")
+    has_weights = settings.get("config_groups") or settings.get("transform_config")
+    is_compressed = settings.get("quant_method") == "compressed-tensors"
+    return bool(is_compressed and settings.get("kv_cache_scheme") and is_dense and not has_weights)
 
 
 def load_model_config(data: dict[str, Any], source: str) -> "PretrainedConfig":
@@ -133,8 +194,8 @@ def load_model_config(data: dict[str, Any], source: str) -> "PretrainedConfig":
     auto_map = data.get("auto_map") or {}
     if not isinstance(auto_map, dict) or any(str(name).startswith("AutoModel") for name in auto_map):
         raise ValueError(f"{source} has an auto_map: it needs code of its own, and code from models is never run here")
-    if compression := data.get("compression_config"):  # its name in older files
-        data = {**data, "quantization_config": {"quant_method": "compressed-tensors", **compression}}
+    check_limits(data, source)
+    data = read_quantization(read_dtypes(data, source))
     config_class = getattr(transformers, FAMILIES[architecture].config_class)
     if data.get("model_type", config_class.model_type) != config_class.model_type:
         raise refuse(
@@ -161,7 +222,7 @@ def _check(config: "PretrainedConfig", source: str) -> None:
     def fail(what: str) -> None:
         raise ValueError(f"{source}: {what}")
 
-    if config.hidden_act != "silu":
+    if config.hidden_act not in SILU:
         fail(f"hidden_act is {quote(config.hidden_act)}; only silu is supported")
     if getattr(config, "mlp_bias", False):
         fail("mlp_bias is true; biases in the MLP are not supported")
@@ -172,18 +233,7 @@ def _check(config: "PretrainedConfig", source: str) -> None:
     for name, value in rope.items():
         if isinstance(value, float) and not math.isfinite(value):
             fail(f"{name} of the rope parameters is {value}; it must be finite")
-    sizes = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "head_dim")
-    # A family whose layers all have experts has no such size, even if config.json names one.
-    dense = ("intermediate_size",) if hasattr(type(config), "intermediate_size") else ()
-    for name in (*sizes, *dense, "max_position_embeddings"):
-        if getattr(config, name) < 1:
-            fail(f"{name} is {getattr(config, name)}; it must be at least 1")
-    heads = config.num_attention_heads
-    kv_heads = config.num_key_value_heads
-    if kv_heads < 1 or heads % kv_heads:
-        fail(f"{heads} attention heads cannot share {kv_heads} key-value heads evenly")
-    if config.head_dim % 2:
-        fail(f"head_dim is {config.head_dim}; the rotation pairs its elements, so it must be even")
+    check_sizes(config, source)
 
 
 def check_dense(config: "PretrainedConfig", source: str) -> None:

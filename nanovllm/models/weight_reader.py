@@ -3,7 +3,8 @@
 import logging
 import os
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator
+import stat
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from itertools import chain
 from pathlib import Path
@@ -18,7 +19,8 @@ from tqdm import tqdm
 from nanovllm.layers.parallel import Parallel
 from nanovllm.layers.weights import Quantizer, WeightTarget
 from nanovllm.models.decoder import Decoder
-from nanovllm.models.model_config import is_headless, read_json
+from nanovllm.models.leftovers import find_doubt
+from nanovllm.models.model_config import read_json
 from nanovllm.models.weight_names import find_elsewhere, find_targets
 from nanovllm.utils.checks import quote
 
@@ -29,6 +31,14 @@ logger = logging.getLogger(__name__)
 
 READ_AHEAD = 4 << 30
 """Bytes that a fast disk reads while Python imports."""
+
+WHOLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+SHARD = re.compile(r"(.+)-\d{5}-of-(\d{5})\.safetensors")
+
+FOREIGN = re.compile(r"consolidated|adapter_model|optimizer|training")
+"""The beginning of names of files that are no checkpoint for transformers: consolidated.safetensors has Mistral's own
+names of tensors, and the others come from training."""
 
 
 class Merger(Protocol):
@@ -68,36 +78,73 @@ def materialize(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
 
 
 def checkpoint_files(folder: Path) -> list[Path]:
-    """Return the safetensors files of a checkpoint: those that its index names, else all of the folder.
+    """Return the safetensors files of a checkpoint.
+
+    If there is a model.safetensors, it is the checkpoint, as for transformers, unless an index names it among others.
+    Else the index names the files. Without an index they are all shards, or all files but those of `FOREIGN`.
 
     Raises:
-        ValueError: there is none, or one that the index names is missing.
+        ValueError: there is none, or one that the index or a shard's name tells of is missing or cannot be read.
     """
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        weight_map = read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise ValueError(f"{index} has no weight_map")
-        names = set(map(str, weight_map.values()))
-        if strange := sorted(name for name in names if not re.fullmatch(r"[\w.-]{1,250}", name)):
-            raise ValueError(f"{index} names {quote(strange[0])}; shards must be files of its own folder")
-        missing = sorted(name for name in names if not (folder / name).is_file())
-        if missing:
-            raise ValueError(f"{folder} lacks {len(missing)} of {len(names)} shards: {', '.join(missing[:5])}")
-        files = [folder / name for name in sorted(names)]
-    else:
-        files = sorted(folder.glob("*.safetensors"))
+    names = read_index(folder / INDEX) if os.path.lexists(folder / INDEX) else set()
+    if os.path.lexists(folder / WHOLE) and WHOLE not in names:
+        names = {WHOLE}
+    missing = sorted(name for name in names if not os.path.lexists(folder / name))
+    if missing:
+        raise ValueError(f"{folder} lacks {len(missing)} of {len(names)} shards: {', '.join(missing[:5])}")
+    files = [folder / name for name in sorted(names or find_shards(folder))]
     if not files:
         others = [p.name for pattern in ("*.bin", "*.pt", "*.gguf") for p in folder.glob(pattern)]
         instead = f" (only {', '.join(sorted(others)[:3])}: convert it to safetensors)" if others else ""
         raise ValueError(f"{folder} has no safetensors files{instead}")
+    for path in files:
+        check_is_file(path)
     return files
+
+
+def read_index(index: Path) -> set[str]:
+    """Return the names of the files that an index of shards names; ValueError if it names none, or strange ones."""
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ValueError(f"{index} has no weight_map")
+    names = set(map(str, weight_map.values()))
+    if strange := sorted(name for name in names if not re.fullmatch(r"[\w.-]{1,250}", name)):
+        raise ValueError(f"{index} names {quote(strange[0])}; shards must be files of its own folder")
+    return names
+
+
+def find_shards(folder: Path) -> list[str]:
+    """Return the names of the files to read in a folder without an index and without model.safetensors.
+
+    Raises:
+        ValueError: the folder has shards of two checkpoints.
+    """
+    files = [path.name for path in folder.glob("*.safetensors")]
+    own = [name for name in files if not FOREIGN.match(name)]
+    shards = {name: match.groups() for name in own if (match := SHARD.fullmatch(name)) is not None}
+    if len(set(shards.values())) > 1:
+        raise ValueError(
+            f"{folder} has shards of several checkpoints, such as {min(shards)} and {max(shards)}, and no "
+            "model.safetensors.index.json that chooses: delete the others"
+        )
+    return list(shards) or own or files
+
+
+def check_is_file(path: Path) -> None:
+    """Raise a ValueError unless a path leads to a file: a symbolic link may lead nowhere, or round in a circle."""
+    try:
+        is_file = stat.S_ISREG(path.stat().st_mode)
+    except OSError as error:
+        link = f", a symbolic link to {quote(str(path.readlink()))}," if path.is_symlink() else ""
+        raise ValueError(f"{path}{link} cannot be read: {error.strerror}") from error
+    if not is_file:
+        raise ValueError(f"{path} is not a file")
 
 
 def stamp_checkpoint(folder: Path) -> tuple[tuple[Path, int, int, int], ...]:
     """Return (path, bytes, time of the last change, inode) of each file of a checkpoint: other files, other stamps."""
-    stats = [(path, path.stat()) for path in checkpoint_files(folder)]
-    return tuple((path, stat.st_size, stat.st_mtime_ns, stat.st_ino) for path, stat in stats)
+    facts = [(path, path.stat()) for path in checkpoint_files(folder)]
+    return tuple((path, fact.st_size, fact.st_mtime_ns, fact.st_ino) for path, fact in facts)
 
 
 def read_ahead(files: Iterable[Path]) -> None:
@@ -130,6 +177,7 @@ def load_weights(
     parallel: Parallel,
     quantizer: Quantizer | None,
     *,
+    config: "PretrainedConfig",
     folder: Path,
     unread: tuple[str, ...],
     adapter: Merger | None = None,
@@ -138,6 +186,7 @@ def load_weights(
 
     Args:
         quantizer: quantises matrices as they are read.
+        config: the model's configuration.
         folder: the folder of the checkpoint.
         unread: prefixes of names of tensors that no model of the family reads.
         adapter: is merged into the weights as they are read.
@@ -147,8 +196,8 @@ def load_weights(
     """
     show_progress = parallel.rank == 0
     files = checkpoint_files(folder)
-    found = find_names(files)
-    names = name_canonically(found)
+    places = find_names(files)
+    names = name_canonically(places)
     found = set(names.values())
     targets: dict[str, list[WeightTarget]] = {}
     for name, target in find_targets(model, found) if quantizer is None else quantizer.find_targets(model, found):
@@ -160,9 +209,12 @@ def load_weights(
     if unread_here and show_progress:
         logger.info("%s: %d tensors are not read: %s", folder, len(unread_here), name_some(unread_here))
     elsewhere = unread_here.union(name for name in found if name.startswith(find_elsewhere(model)))
-    # Some checkpoints hold a tied head, too.
-    if unexpected := found - targets.keys() - elsewhere - {"lm_head.weight"}:
-        raise ValueError(f"{folder} has {len(unexpected)} tensors that the model does not: {name_some(unexpected)}")
+    leftovers = found - targets.keys() - elsewhere - {"lm_head.weight"}  # some checkpoints hold a tied head, too
+    if leftovers:
+        own = {name: path for name, path in places.items() if names[name] in leftovers}
+        check_leftovers(own, names, targets, config, folder)
+        if show_progress:
+            logger.info("%s: %d tensors change nothing: %s", folder, len(leftovers), name_some(leftovers))
     if adapter is not None:
         adapter.check_names(targets.keys() | elsewhere)
     copy = model.backend.make_copier()
@@ -177,15 +229,44 @@ def load_weights(
                     _fill(target, source, f"{path}: tensor {name}", copy)
 
 
-def find_names(files: Iterable[Path]) -> set[str]:
-    """Return the names of all tensors in a checkpoint's files; ValueError if two files have the same."""
-    found: set[str] = set()
+def check_leftovers(
+    places: Mapping[str, Path],
+    names: Mapping[str, str],
+    targets: Collection[str],
+    config: "PretrainedConfig",
+    folder: Path,
+) -> None:
+    """Raise a ValueError unless each tensor that the model has no place for is known to change nothing.
+
+    Args:
+        places: {name of such a tensor: its file}.
+        names: {name: canonical name}.
+        targets: the canonical names of the tensors that the model reads.
+    """
+    doubts: dict[str, str] = {}
+    for path in sorted(set(places.values())):
+        with open_tensors(path) as file:
+            for name in (name for name, place in places.items() if place == path):
+                doubt = find_doubt(names[name], file.get_slice(name), targets, config)
+                if doubt is not None:
+                    doubts[names[name]] = doubt
+    if doubts:
+        reasons = "; ".join(sorted(set(filter(None, doubts.values()))))
+        raise ValueError(
+            f"{folder} has {len(doubts)} tensors that the model does not: {name_some(doubts)}"
+            + (f" ({reasons})" if reasons else "")
+        )
+
+
+def find_names(files: Iterable[Path]) -> dict[str, Path]:
+    """Return {name of a tensor: its file} of a checkpoint's files; ValueError if two files have the same name."""
+    found: dict[str, Path] = {}
     for path in files:
         with open_tensors(path) as file:
             names = file.keys()
-        if double := found.intersection(names):
+        if double := found.keys() & set(names):
             raise ValueError(f"{path}: tensor {min(double)} is in another file too")
-        found.update(names)
+        found |= dict.fromkeys(names, path)
     return found
 
 
@@ -198,20 +279,6 @@ def name_canonically(names: Iterable[str]) -> dict[str, str]:
     prefix = "" if any(name.startswith("model.") for name in names) else "model."
     canonical = {name: name if name.startswith("lm_head.") else prefix + name for name in names}
     return {name: own.replace("model.language_model.", "model.", 1) for name, own in canonical.items()}
-
-
-def has_lm_head(config: "PretrainedConfig", folder: Path | None) -> bool:
-    """Return whether a checkpoint can generate. Checkpoints that only embed may come without an LM head.
-
-    Args:
-        folder: None for random weights.
-    """
-    if is_headless(config):
-        return False
-    if folder is None or config.tie_word_embeddings:
-        return True
-    names = find_names(checkpoint_files(folder))
-    return "lm_head.weight" in names or any(name.startswith("model.") for name in names)
 
 
 @contextmanager

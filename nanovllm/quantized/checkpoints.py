@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
+from nanovllm.models.settings_files import SETTINGS_FILE
 from nanovllm.quantized.codes import Codes
 from nanovllm.quantized.formats import MADE_AT_LOAD, Format, RawTensors
 from nanovllm.quantized.unpack import AWQ_ORDER, ScaledFloats, make_codes, unpack_words
@@ -193,19 +194,14 @@ def find_format(asked: str | None, hf_config: "PretrainedConfig") -> Format | No
             'option out, or use quantization="int8"'
         )
     method = data.get("quant_method") if isinstance(data, Mapping) else None
-    if not isinstance(method, str) or method not in _READERS:
-        raise ValueError(
-            f"config.json says that the checkpoint is quantised by {quote(method)}, which is not supported: use the "
-            f'original checkpoint with quantization="int8", or one quantised by {", ".join(_READERS)}'
-        )
     try:
-        format = _READERS[method](data)
+        format = read_format(data)
     except ValueError as error:
+        file = data.get(SETTINGS_FILE, "config.json") if isinstance(data, Mapping) else "config.json"
         raise ValueError(
-            f"config.json: quantization_config of {method}: {error}. The original checkpoint with "
-            'quantization="int8" would do instead'
+            f"the checkpoint is quantised, by {quote(method)}, and its settings are in {file}: {error}"
         ) from None
-    if asked in (None, method):
+    if asked in (None, method, format.name):
         return format
     if asked in MADE_AT_LOAD and isinstance(format, ScaledFloat8):
         rounds_inputs = MADE_AT_LOAD[asked].rounds_inputs
@@ -213,6 +209,18 @@ def find_format(asked: str | None, hf_config: "PretrainedConfig") -> Format | No
     raise ValueError(
         f"quantization is {quote(asked)}, and the checkpoint is quantised already ({method}): leave the option out"
     )
+
+
+def read_format(data: Any) -> Format:
+    """Return the format that a quantization_config describes; ValueError if it is not read here."""
+    method = data.get("quant_method") if isinstance(data, Mapping) else None
+    instead = 'the original checkpoint with quantization="int8"'
+    if not isinstance(method, str) or method not in _READERS:
+        raise ValueError(f"this is not supported: use {instead}, or one quantised by {', '.join(_READERS)}")
+    try:
+        return _READERS[method](data)
+    except ValueError as error:
+        raise ValueError(f"{error}. {instead[0].upper()}{instead[1:]} would do instead") from None
 
 
 def describe_format(format: Format, dtype: str) -> str:
@@ -248,13 +256,16 @@ def _read_mapping(data: Config, name: str) -> Config:
 
 
 def _read_group_size(data: Config) -> int | None:
-    """Return group_size; None for whole rows, which configurations write as -1 or null."""
-    value = data.get("group_size")
+    """Return group_size; None for whole rows, which configurations write as -1 or null.
+
+    AWQ's first files call it q_group_size.
+    """
+    value = data.get("group_size", data.get("q_group_size"))
     return None if value in (None, -1) else as_integer(value, "group_size", 8)
 
 
 def _read_awq(data: Config) -> Format:
-    _check(data, "bits", 4, (4,))
+    _check(data, "w_bit" if "w_bit" in data else "bits", 4, (4,))  # w_bit in its first files
     if str(version := data.get("version", "gemm")).lower() != "gemm":
         raise ValueError(f"version is {quote(version)}; supported is 'gemm'")
     return Awq("awq", bits=4, group_size=_read_group_size(data), has_zeros=True)
@@ -278,6 +289,11 @@ def _read_fp8(data: Config) -> Format:
     return ScaledFloat8("fp8", bits=16, block=_read_block(data.get("weight_block_size")))
 
 
+def _read_modelopt(data: Config) -> Format:
+    _check(_read_mapping(data, "quantization") or data, "quant_algo", None, ("FP8",))
+    return ScaledFloat8("fp8", bits=16)
+
+
 def _read_block(block: Any) -> tuple[int, int]:
     """Return the rows and columns that share a scale; (0, 0) if all do."""
     if block is None:
@@ -289,9 +305,8 @@ def _read_block(block: Any) -> tuple[int, int]:
 
 
 def _read_compressed(data: Config) -> Format:
-    for name in ("kv_cache_scheme", "transform_config"):
-        if data.get(name):
-            raise ValueError(f"{name} is not supported")
+    if data.get("transform_config"):
+        raise ValueError("transform_config is not supported")
     if _read_mapping(data, "sparsity_config").get("format", "dense") != "dense":
         raise ValueError("sparsity_config is not supported")
     groups = list(_read_mapping(data, "config_groups").values())
@@ -325,5 +340,6 @@ _READERS: Mapping[Any, Callable[[Config], Format]] = {
     "gptq": _read_gptq,
     "compressed-tensors": _read_compressed,
     "fp8": _read_fp8,
+    "modelopt": _read_modelopt,
 }
 """By quant_method."""

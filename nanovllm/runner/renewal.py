@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 from torch import Tensor, nn
 
 from nanovllm.engine.claim import Activity, State
@@ -15,8 +16,9 @@ from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.layers.linear import MatrixModule
 from nanovllm.layers.parallel import Parallel
 from nanovllm.layers.weights import WeightTarget
+from nanovllm.models.headers import EMBEDDING, HEAD, ROWS_AT_A_TIME, are_equal
 from nanovllm.models.lora import Adapter
-from nanovllm.models.model_config import find_decoder, find_family
+from nanovllm.models.model_config import find_decoder, find_family, is_headless
 from nanovllm.models.weight_names import find_elsewhere, find_module_targets
 from nanovllm.models.weight_reader import checkpoint_files, name_canonically, name_some, open_tensors
 from nanovllm.runner.model_runner import ModelRunner
@@ -76,7 +78,7 @@ class Renewal:
     def _load(self, tensors: list[tuple[str, Tensor]], finish: bool) -> None:
         with self._claim.work():
             load = self._rank.load
-            targets = load.check(tensors)
+            targets = load.check(tensors, finish)
         if finish and (lacking := load.find_lacking(targets)):
             if load.has_written:
                 self._engine.close()
@@ -250,9 +252,14 @@ class WeightLoad:
         """{path of a module: names of all tensors that fill it}."""
         self._places: dict[str, list[tuple[str, WeightTarget]]] = {}
         """{name of a tensor: [(path of a module, the place in it)]}."""
+        self._digests: dict[str, str] = {}
+        """{name: digest} of an LM head and an embedding that came in calls of their own, if the model has them tied."""
 
-    def check(self, tensors: list[tuple[str, Tensor]]) -> dict[str, list[tuple[str, WeightTarget]]]:
+    def check(self, tensors: list[tuple[str, Tensor]], is_last: bool) -> dict[str, list[tuple[str, WeightTarget]]]:
         """Check the names and shapes of a call's tensors.
+
+        Args:
+            is_last: whether no other call belongs to this load.
 
         Returns:
             {canonical name: [(path of the module, where the tensor goes)]}.
@@ -266,7 +273,7 @@ class WeightLoad:
         names = set(canonical.values())
         self._find_places(names)
         targets = self._places
-        ignored = {"lm_head.weight"} if self._shapes.tied else set()
+        ignored = {HEAD} if self._shapes.tied else set()
         ignored |= {name for name in names if name.startswith(self._unread)}
         if unknown := names - targets.keys() - ignored:
             raise ValueError(f"the model has no weights called {name_some(unknown)}")
@@ -276,7 +283,31 @@ class WeightLoad:
                     raise ValueError(f"{name} is {quote(tensor)}; it must be a tensor of floating-point numbers")
                 if tuple(tensor.shape) != target.shape:
                     raise ValueError(f"{name} has shape {list(tensor.shape)}; the model has {list(target.shape)}")
+        if self._shapes.tied and not is_headless(self._runner.hf_config):
+            self._check_head({canonical[name]: tensor for name, tensor in tensors}, is_last)
         return {name: targets.get(name, []) for name in names}
+
+    def _check_head(self, tensors: Mapping[str, Tensor], is_last: bool) -> None:
+        """Raise a ValueError for an LM head with other values than the embedding that comes with it."""
+        head = tensors.get(HEAD)
+        embedding = tensors.get(EMBEDDING)
+        digests = dict(self._digests)
+        if head is not None and embedding is not None:
+            digests.clear()
+            is_equal = head is embedding or are_equal(head, embedding)
+        else:
+            if head is not None:
+                digests[HEAD] = digest_values(head)
+            if embedding is not None and (HEAD in digests or not is_last):
+                digests[EMBEDDING] = digest_values(embedding)
+            is_equal = len(set(digests.values())) < 2
+        if not is_equal:
+            raise ValueError(
+                f"{HEAD} has other values than {EMBEDDING}, and this engine's model has one matrix for both: make the "
+                'engine from a folder whose config.json says "tie_word_embeddings": false, such as one that the '
+                "trainer has saved"
+            )
+        self._digests = digests
 
     def _find_places(self, names: set[str]) -> None:
         """Find where each tensor of the model goes. The names that have come show in which form experts are stored."""
@@ -297,6 +328,8 @@ class WeightLoad:
             for path, _ in places:
                 come.setdefault(path, set()).add(name)
         lacking = {name for path, names in come.items() for name in self._needed[path] - names}
+        if HEAD in self._digests and EMBEDDING not in self._digests:
+            lacking.add(EMBEDDING)  # without it nobody knows whether the head is the same matrix
         return f"the load is not complete: {name_some(lacking)} must come, too" if lacking else None
 
     def find_names(self, names: set[str]) -> set[str]:
@@ -381,6 +414,14 @@ class WeightLoad:
                 module.get_parameter(name).copy_(values)
         if is_packed or not matrices:  # experts are packed in place
             self._runner.backend.pack_weights(owners)
+
+
+def digest_values(tensor: Tensor) -> str:
+    """Return a digest of a tensor's shape and values, whatever its number format."""
+    digest = xxhash.xxh3_128(str(tuple(tensor.shape)))
+    for part in tensor.split(ROWS_AT_A_TIME):  # type: ignore[no-untyped-call]
+        digest.update((part.detach().double().cpu() + 0.0).numpy().data)  # -0.0 + 0.0 is 0.0, its equal
+    return digest.hexdigest()
 
 
 @contextmanager

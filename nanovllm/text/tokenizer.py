@@ -1,5 +1,6 @@
 """Encodes text to token ids, and decodes token ids to text."""
 
+import json
 import logging
 import re
 from collections.abc import Callable, Iterable
@@ -56,9 +57,9 @@ def read_tokenizer(folder: Path) -> tuple[Any, Any]:
         transformers' tokenizer, for chat templates and special tokens, and its backend, a tokenizer of the tokenizers
         library, for token ids.
     """
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
 
-    found: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    found = load_auto_tokenizer(folder)
     if (folder / FILE).is_file() and type(found) is not PreTrainedTokenizerFast:
         # This class has the file's backend, with the tokens of tokenizer_config.json that the file lacks.
         plain = PreTrainedTokenizerFast.from_pretrained(folder)
@@ -74,6 +75,20 @@ def read_tokenizer(folder: Path) -> tuple[Any, Any]:
     backend.no_truncation()
     backend.no_padding()
     return found, backend
+
+
+def load_auto_tokenizer(folder: Path) -> Any:
+    """Return transformers' tokenizer of a model's folder."""
+    from transformers import AutoConfig, AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except AttributeError:
+        # config.json has a dtype that models/model_config.py reads and transformers does not, such as "torch.bfloat16".
+        # Of that file a tokenizer needs the type of the model alone.
+        model_type = json.loads((folder / "config.json").read_text(encoding="utf-8"))["model_type"]
+        config = AutoConfig.for_model(model_type)
+        return AutoTokenizer.from_pretrained(folder, config=config, trust_remote_code=False)
 
 
 class Tokenizer:

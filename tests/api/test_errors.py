@@ -621,7 +621,7 @@ def test_an_untied_checkpoint_without_its_head_is_refused(checkpoint: Path) -> N
 @pytest.mark.parametrize("name", ["model.layers.2.mlp.up_proj.weight", "model.layers.0.self_attn.q_proj.bias", "extra"])
 def test_an_unexpected_tensor_is_refused(name: str, checkpoint: Path) -> None:
     """A third layer, a bias that config.json does not know: leaving them out would be another model."""
-    rewrite(checkpoint, lambda tensors: tensors.update({name: torch.zeros(128)}))
+    rewrite(checkpoint, lambda tensors: tensors.update({name: torch.ones(128)}))
     assert_not_loaded(checkpoint, f"{name}")
 
 

@@ -1,0 +1,147 @@
+"""Reads what the headers of a checkpoint's files say: the names of its tensors and their shapes, before any weights."""
+
+import logging
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from nanovllm.layers.weights import FLOATS
+from nanovllm.models.config_sizes import compare_sizes
+from nanovllm.models.model_config import is_headless
+from nanovllm.models.weight_reader import (
+    INDEX,
+    checkpoint_files,
+    find_names,
+    name_canonically,
+    name_some,
+    open_tensors,
+    read_index,
+)
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+logger = logging.getLogger(__name__)
+
+HEAD = "lm_head.weight"
+EMBEDDING = "model.embed_tokens.weight"
+ROWS_AT_A_TIME = 1024
+
+
+class Headers:
+    """The headers of a checkpoint's files. Names of tensors are canonical here: see `name_canonically`."""
+
+    def __init__(self, folder: Path) -> None:
+        """Read them; ValueError if a file cannot be read, or two files have the same tensor."""
+        self.folder = folder
+        self.files = checkpoint_files(folder)
+        found = find_names(self.files)
+        canonical = name_canonically(found)
+        self._places = {canonical[name]: (path, name) for name, path in found.items()}
+        self.names = frozenset(self._places)
+        self.has_prefix = any(name.startswith("model.") for name in found)
+        """Whether the files' own names begin with "model.", as those of a model with an LM head do."""
+
+    def count_layers(self) -> int:
+        """Return the number of layers that have tensors, counted by the last one; 0 if no name has such a form."""
+        found = (re.match(r"model\.layers\.(\d{1,9})\.", name) for name in self.names)
+        return max((int(match[1]) + 1 for match in found if match is not None), default=0)
+
+    def find_ending(self, ending: str) -> str | None:
+        """Return a tensor whose name ends in this way, after a dot or whole; None if there is none."""
+        ends = (name for name in self.names if name == ending or name.endswith(f".{ending}"))
+        return min(ends, default=None)
+
+    def read_shape(self, name: str) -> list[int] | None:
+        """Return the shape of a tensor; None if it holds codes, whose shape depends on their format."""
+        path, own = self._places[name]
+        with open_tensors(path) as file:
+            tensor = file.get_slice(own)
+            return list(tensor.get_shape()) if tensor.get_dtype() in FLOATS else None
+
+    def has_equal(self, name: str, other: str) -> bool:
+        """Return whether two tensors have the same values: see `are_equal`."""
+        path, own = self._places[name]
+        other_path, other_own = self._places[other]
+        with open_tensors(path) as file, open_tensors(other_path) as other_file:
+            return are_equal(file.get_slice(own), other_file.get_slice(other_own))
+
+
+def are_equal(one: Any, other: Any) -> bool:
+    """Return whether two tensors have the same values, in whatever number formats. It reads a few rows at a time.
+
+    Args:
+        one, other: tensors, or slice objects of safetensors.
+    """
+    shape = get_shape(one)
+    if shape != get_shape(other) or not shape:
+        return False
+    parts = (slice(start, start + ROWS_AT_A_TIME) for start in range(0, shape[0], ROWS_AT_A_TIME))
+    return all(torch.equal(one[part].double().cpu(), other[part].double().cpu()) for part in parts)
+
+
+def get_shape(tensor: Any) -> list[int]:
+    """Return the shape of a tensor, or of a slice object of safetensors."""
+    return list(tensor.shape if isinstance(tensor, torch.Tensor) else tensor.get_shape())
+
+
+def fit_to_checkpoint(config: "PretrainedConfig", folder: Path | None) -> bool:
+    """Check a configuration's sizes by the checkpoint, and tie the LM head as the checkpoint has it.
+
+    config.json may say that the head is tied, and the checkpoint may have a head of its own, with other values: after
+    fine-tuning, merging or new tokens. Then the head is the checkpoint's, as in transformers.
+
+    Args:
+        config: its `tie_word_embeddings` becomes true if there is no head, so that the decoder allocates none, and
+            false if the checkpoint has a head of its own.
+        folder: the checkpoint's; None for random weights.
+
+    Returns:
+        Whether the model can generate. Checkpoints that only embed may come without an LM head.
+
+    Raises:
+        ValueError: the checkpoint cannot be read, or has other sizes.
+    """
+    can_generate = not is_headless(config)
+    if folder is not None:
+        headers = Headers(folder)
+        report_unread_files(headers)
+        compare_sizes(config, headers)
+        if can_generate and config.tie_word_embeddings and has_own_head(headers):
+            logger.warning(
+                "config.json in %s says that the LM head is tied to the embedding, and the checkpoint has a head of "
+                'its own with other values, which is used: set "tie_word_embeddings" to false there',
+                folder,
+            )
+            config.tie_word_embeddings = False
+        if not config.tie_word_embeddings:
+            can_generate = can_generate and (HEAD in headers.names or headers.has_prefix)
+    if not can_generate:
+        config.tie_word_embeddings = True
+    return can_generate
+
+
+def report_unread_files(headers: Headers) -> None:
+    """Log the files of tensors that are beside the checkpoint's and are not read. An index may have named them."""
+    files = {path.name for path in headers.files}
+    beside = {path.name for path in headers.folder.glob("*.safetensors")} - files
+    if not beside:
+        return
+    index = headers.folder / INDEX
+    is_contradicted = index.is_file() and not files & read_index(index)
+    logger.log(
+        logging.WARNING if is_contradicted else logging.INFO,
+        "%s: the weights are those of %s, as transformers reads them; not read: %s%s",
+        *(headers.folder, name_some(files), name_some(beside)),
+        ", of which model.safetensors.index.json names some: delete what is out of date" if is_contradicted else "",
+    )
+
+
+def has_own_head(headers: Headers) -> bool:
+    """Return whether a checkpoint has an LM head with other values than its embedding."""
+    if HEAD in headers.names:
+        return EMBEDDING in headers.names and not headers.has_equal(HEAD, EMBEDDING)
+    # A head that is quantised has several tensors, and is not the embedding, which is not quantised beside it.
+    return any(name.startswith("lm_head.") and not name.endswith(".bias") for name in headers.names)
