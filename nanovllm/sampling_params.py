@@ -127,7 +127,7 @@ class SamplingParams:
         stop_token_ids: further token ids that end the output.
         seed: makes the request repeatable whatever else runs beside it; taken modulo 2**64. None takes a hash of the
             engine's seed and the request's number. The engine counts its requests on from call to call, so a second
-            `generate` of the same prompt draws other tokens.
+            `generate` of the same prompt draws other tokens. -1 means None, as in vLLM and llama.cpp.
         logprobs: k returns, for each token of the output, the log-probabilities of the k most likely tokens and of
             itself; None is off.
         skip_special_tokens: leave special tokens out of the text.
@@ -213,7 +213,8 @@ class SamplingParams:
         is_alone = self.max_tokens == 0 and self.prompt_logprobs is None
         put("embed", self.embed, is_alone or not self.embed, "False unless max_tokens is 0 and prompt_logprobs is None")
         if self.seed is not None:
-            put("seed", as_integer(self.seed, "seed"))
+            seed = as_integer(self.seed, "seed")
+            put("seed", None if seed == -1 else seed)
         self._check_edits(put)
         n = as_integer(self.n, "n", 1, _MAX_N)
         is_drawn = self.temperature > 0 and self.max_tokens != 0

@@ -176,7 +176,6 @@ def prepare_request(line: RequestLine, llm: "LLM", model_name: str) -> "Request"
     try:
         body = _check_body(line, model_name)
         sampling = {name: body[name] for name in _SAMPLING if name in body}
-        sampling.setdefault("seed", derive_seed(llm.engine.config.seed, line.custom_id or str(line.number)))
         sampling["logprobs"] = read_num_logprobs(line)
         sampling["structured_outputs"] = read_structured_outputs(line)
         if body.get("echo"):
@@ -186,6 +185,8 @@ def prepare_request(line: RequestLine, llm: "LLM", model_name: str) -> "Request"
         elif line.custom_id is not None:
             sampling.setdefault("max_tokens", llm.max_model_len if line.is_chat else 16)
         params = replace(llm.get_default_sampling_params(), **sampling)
+        if params.seed is None:
+            params.seed = derive_seed(llm.engine.config.seed, line.custom_id or str(line.number))
         if line.is_chat:
             for name in body.get("chat_template_kwargs", ()):
                 # A line may set variables of the model's template, but bring no template: a template is a program.

@@ -111,7 +111,9 @@ def test_the_defaults_are_openais_for_its_lines_and_the_librarys_for_plain_ones(
     assert request_of(openai_line("a", prompt="x"))[1].max_tokens == 16
     assert request_of({"prompt": "x"})[1].max_tokens == 64
     assert request_of(openai_line("a", messages=HELLO, max_completion_tokens=5))[1].max_tokens == 5
-    assert request_of({"prompt": "x", "seed": None})[1].seed == derive_seed(0, "7")
+    for line in ({"prompt": "x", "seed": None}, {"prompt": "x", "seed": -1}):
+        assert request_of(line)[1].seed == derive_seed(0, "7")
+    assert request_of(openai_line("a", prompt="x", seed=-1))[1].seed == derive_seed(0, "a")
     assert request_of({"prompt": "x"})[1].temperature == 1.0  # the model's generation_config
 
 
