@@ -60,6 +60,7 @@ def answer_lines(
     stream: "Callable[[Iterable[Any]], Iterator[tuple[int, Output]]] | None" = None,
     admission: "Admission | None" = None,
     note_adapters: Callable[[Mapping[str, str]], None] = lambda found: None,
+    earlier_adapters: Container[str] = (),
 ) -> None:
     """Answer every line that is not done. Lines are read lazily, and written in the order in which they end.
 
@@ -70,9 +71,10 @@ def answer_lines(
         stream: runs the requests; None means `llm.run_requests`.
         admission: reads further ahead, and chooses the next line; None keeps the given order.
         note_adapters: is called with {folder: digest} before the first line that names an adapter.
+        earlier_adapters: the folders of the adapters that earlier answers had.
     """
     ids = DigestSet()
-    adapters = LineAdapters(llm, note_adapters, are_allowed=stream is None)
+    adapters = LineAdapters(llm, note_adapters, earlier_adapters, are_allowed=stream is None)
     running: dict[int, tuple[_RunningLine, int]] = {}
     """For each request that the engine has: its line, and its position among the requests of that line."""
 
@@ -214,6 +216,38 @@ class OpenJob:
         self._results.append(result.line)
         self.counts.count(result)
 
+    def check_adapters(self, are_allowed: bool) -> None:
+        """Check that each adapter of earlier answers is there, if a line without a result names it.
+
+        Otherwise each of these lines would become an error, and an error is a result: it stays when the adapter comes
+        back.
+
+        Args:
+            are_allowed: False if this run can have no adapter at all.
+
+        Raises:
+            ValueError: an adapter is not there, or not allowed. The message has the number of a line that names it.
+        """
+        lost = {}
+        for folder in self.manifest.adapters:
+            lacking = find_lacking(Path(folder).expanduser())
+            if not are_allowed:
+                lost[folder] = "an engine with --ray or --replicas has no adapters: leave these options out"
+            elif lacking is not None:
+                lost[folder] = f"the folder has no {lacking} now: bring it back, or give --overwrite to start anew"
+        for line in Reading(self.source) if lost else ():
+            if line.number in self.done:
+                continue
+            try:
+                folder = read_request_line(line).body.get("lora")
+            except LineError:
+                continue
+            if isinstance(folder, str) and folder in lost:
+                raise ValueError(
+                    f"line {line.number} names the adapter {quote(folder)}, which earlier answers had, and "
+                    f"{lost[folder]}"
+                )
+
     def check_complete(self, numbers: LineSet, digest: InputDigest) -> None:
         """Check that the input did not change during the run, and that each of its lines has a result.
 
@@ -288,6 +322,7 @@ def run_job(job: Job) -> Status:
 
 
 def _answer_here(work: OpenJob) -> None:
+    work.check_adapters(are_allowed=work.job.config.data_parallel_size == 1)
     reading = Reading(work.source)
     first = work.first_reading
     lines = (line for line in reading if first is None or line.number in first.numbers)
@@ -296,9 +331,10 @@ def _answer_here(work: OpenJob) -> None:
         work.counts.load_seconds = time.perf_counter() - since
         llm.engine.observers.append(bar)
         work.manifest.check_engine(read_provenance(llm.engine))
-        # A finished adapter may be gone. If a line still names it, that is an error of the line.
+        # An adapter that no line needs any more may be gone: `OpenJob.check_adapters` has checked the others.
         present = [folder for folder in work.manifest.adapters if find_lacking(Path(folder).expanduser()) is None]
-        work.manifest.check_adapters({folder: digest_adapter(folder) for folder in present})
+        earlier = {folder: digest_adapter(folder) for folder in present}
+        work.manifest.check_adapters(earlier)
         admission = None
         if first is not None and work.job.config.order == "auto":  # whoever writes into a pipe may wait for answers
             from nanovllm.uses.admission import Admission
@@ -315,6 +351,7 @@ def _answer_here(work: OpenJob) -> None:
                 work.done,
                 admission=admission,
                 note_adapters=work.manifest.check_adapters,
+                earlier_adapters=earlier,
             )
         except ValueError as error:  # no line can cause it, and supervise() takes a ValueError for a usage error
             raise RuntimeError(str(error)) from error
