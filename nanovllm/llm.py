@@ -442,8 +442,12 @@ class LLM:
         return self.engine.config.max_model_len
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Return the parameters that `sampling_params=None` stands for: the model's generation_config."""
-        return self.engine.facts.default_params.clone()
+        """Return the parameters that `sampling_params=None` stands for: the model's generation_config.
+
+        Raises:
+            ValueError: that file asks for what this engine does not have.
+        """
+        return self.engine.facts.find_defaults().clone()
 
     def token_text(self, token_id: int) -> str:
         """Return the text of one token, or "token_id:N" if the model has no tokenizer."""

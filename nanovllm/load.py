@@ -18,6 +18,7 @@ from nanovllm.engine.interfaces import StepObserver
 from nanovllm.engine.llm_engine import LLMEngine, ModelFacts
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.layers.parallel import Parallel
+from nanovllm.models.generation_keys import check_generation_keys
 from nanovllm.models.hub import find_folder, find_model
 from nanovllm.models.model_config import find_decoder, load_model_config, read_json, take_text_config
 from nanovllm.models.sizes import Sizes
@@ -103,13 +104,21 @@ def read_files(asked: EngineConfig) -> "tuple[Path | None, Path | None, Pretrain
     can_generate = has_lm_head(hf_config, weights)
     if not can_generate:
         hf_config.tie_word_embeddings = True  # then the decoder allocates no head
-    generation, default_params = read_generation_config(folder)
+    generation, default_params, refused_defaults = read_generation_config(folder)
     named = {**data, **generation}.get("eos_token_id")  # one id or several
     ids = named if isinstance(named, list) else [named]
     eos_token_ids = frozenset(as_integer(i, "the model's eos_token_id") for i in ids if i is not None)
     origin = source if folder is None else folder.absolute()
     stamps = () if weights is None else stamp_checkpoint(weights.absolute())
-    facts = ModelFacts(hf_config.hidden_size, can_generate, eos_token_ids, default_params, origin, stamps)
+    facts = ModelFacts(
+        embedding_size=hf_config.hidden_size,
+        has_lm_head=can_generate,
+        eos_token_ids=eos_token_ids,
+        default_params=default_params,
+        refused_defaults=refused_defaults,
+        origin=origin,
+        stamps=stamps,
+    )
     return folder, weights, hf_config, facts
 
 
@@ -284,13 +293,20 @@ def load_parser(config: ResolvedConfig, tokenizer: Tokenizer | None) -> "AnswerP
     return AnswerParser(tokenizer, config.reasoning_parser, config.tool_call_parser)
 
 
-def read_generation_config(folder: Path | None) -> tuple[dict[str, Any], SamplingParams]:
-    """Return what generation_config.json holds, {} if there is none, and the SamplingParams that it asks for."""
+def read_generation_config(folder: Path | None) -> tuple[dict[str, Any], SamplingParams, str]:
+    """Read generation_config.json.
+
+    Returns:
+        What it holds, {} if there is no such file; the SamplingParams that it asks for; and why requests cannot have
+        these, "" if they can.
+    """
     path = folder / "generation_config.json" if folder is not None else None
     if path is None or not path.is_file():
-        return {}, SamplingParams.from_generation_config({})
+        return {}, SamplingParams.from_generation_config({}), ""
     generation = read_json(path)
     try:
-        return generation, SamplingParams.from_generation_config(generation)
+        check_generation_keys(generation)
+        return generation, SamplingParams.from_generation_config(generation), ""
     except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
+        advice = "give SamplingParams; without them a request would take this file's values"
+        return generation, SamplingParams(), f"{path}: {error}: {advice}"

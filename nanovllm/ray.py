@@ -16,7 +16,6 @@ for row in outputs.iter_rows():
 
 import logging
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 try:
@@ -28,7 +27,7 @@ except ImportError as error:
 from nanovllm.engine.sequence import Request
 from nanovllm.llm import LLM
 from nanovllm.outputs import Output
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.sampling_params import SamplingParams, change_defaults
 from nanovllm.uses.embedding import read_embedding
 from nanovllm.uses.sharing import EngineThread
 from nanovllm.utils.checks import refuse
@@ -143,7 +142,7 @@ class RayLLM:
             raise refuse(own, "sampling_params", "an object of SamplingParams' fields")
         changes = {name: _to_integer(name, value) for name, value in _to_python(own).items()}
         prompt = given["prompt"] if "prompt" in given else self._llm.render_chat(given["messages"], None)
-        params = replace(self._params, **changes)
+        params = change_defaults(self._params, changes)
         _refuse_without_column(params)
         if params.embed != self._params.embed:
             raise refuse(params.embed, "sampling_params.embed", "the same in all rows")

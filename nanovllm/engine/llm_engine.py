@@ -52,6 +52,7 @@ class ModelFacts:
         has_lm_head: False for a model that only embeds.
         eos_token_ids: the token ids that end a sequence, unless its request ignores them.
         default_params: the parameters of requests that give none.
+        refused_defaults: why there are no such parameters; "" if there are.
         origin: the model's folder, or the name of a preset (a configuration without weights).
         stamps: the checkpoint's files as they were when they were read, each with its size and the time of its last
             change: see `stamp_checkpoint`.
@@ -61,8 +62,15 @@ class ModelFacts:
     has_lm_head: bool = True
     eos_token_ids: frozenset[int] = frozenset()
     default_params: SamplingParams = field(default_factory=SamplingParams)
+    refused_defaults: str = ""
     origin: Path | str = ""
     stamps: tuple[tuple[Path, int, int, int], ...] = ()
+
+    def find_defaults(self) -> SamplingParams:
+        """Return `default_params`; ValueError if the model's files ask for what the engine does not have."""
+        if self.refused_defaults:
+            raise ValueError(self.refused_defaults)
+        return self.default_params
 
 
 class LLMEngine:
@@ -150,7 +158,7 @@ class LLMEngine:
                 allowed.
         """
         self.claim.check_process()  # in a forked process `editor` might wait for ever for its lock
-        params = self.facts.default_params if params is None else params
+        params = self.facts.find_defaults() if params is None else params
         if not isinstance(params, SamplingParams):
             raise ValueError(f"sampling_params is {quote(params)}; it must be a SamplingParams")
         if not self.facts.has_lm_head and not params.embed:

@@ -140,7 +140,12 @@ class _RunningLine(NamedTuple):
 
 
 def prepare_line(line: RequestLine, llm: "LLM", model_name: str) -> "list[Request]":
-    """Return the requests of a line: several if it asks for several embeddings. LineError if the line is wrong."""
+    """Return the requests of a line: several if it asks for several embeddings.
+
+    Raises:
+        LineError: the line is wrong.
+        ValueError: see `prepare_request`.
+    """
     if line.is_embedding:
         return prepare_embeddings(line, llm, model_name)
     return [prepare_request(line, llm, model_name)]
@@ -239,13 +244,12 @@ class OpenJob:
             if line.number in self.done:
                 continue
             try:
-                folder = read_request_line(line).body.get("lora")
+                named = read_request_line(line).body.get("lora")
             except LineError:
                 continue
-            if isinstance(folder, str) and folder in lost:
+            if isinstance(named, str) and named in lost:
                 raise ValueError(
-                    f"line {line.number} names the adapter {quote(folder)}, which earlier answers had, and "
-                    f"{lost[folder]}"
+                    f"line {line.number} names the adapter {quote(named)}, which earlier answers had, and {lost[named]}"
                 )
 
     def check_complete(self, numbers: LineSet, digest: InputDigest) -> None:
@@ -354,6 +358,8 @@ def _answer_here(work: OpenJob) -> None:
                 earlier_adapters=earlier,
             )
         except ValueError as error:  # no line can cause it, and supervise() takes a ValueError for a usage error
+            if len(work.done) == work.counts.num_earlier:
+                raise
             raise RuntimeError(str(error)) from error
     work.check_complete(reading.numbers, reading.digest)
 
