@@ -119,6 +119,10 @@ class LLM:
         """
         count = len(prompts)
         params = _list_params(sampling_params, count)
+        if default := self.engine.facts.pooling.prompt:
+            from nanovllm.uses.embedding import add_default_prompt
+
+            prompts = add_default_prompt(prompts, params, default)
         tokenised = tokenise_prompts(
             prompts, self.engine.tokenizer, kind=kind, add_special_tokens=add_special_tokens, show=show
         )
@@ -209,18 +213,22 @@ class LLM:
     ) -> list[Embedding]:
         """Return the vector of each prompt: the hidden state of its last token, after the model's last norm.
 
+        If the model's folder has the files of sentence-transformers, the vector is made as they say. What they may say
+        is listed in docs/embeddings.md.
+
         Args:
             prompts: one prompt or a list of prompts, as in `generate`. A prompt may have max_model_len tokens. The
                 tokenizer adds its special tokens, because some models need a special token at the end of a text.
-            dimensions: cut each vector to this many elements; None keeps all elements.
-            normalize: divide each vector, after the cut, by its Euclidean length.
+            dimensions: cut each vector to this many elements; None keeps all elements, or as many as the folder says.
+            normalize: divide each vector, after the cut, by its Euclidean length. False leaves that to the folder.
 
         Returns:
             An Embedding for each prompt: a dict with `embedding`, float32 [dimensions], `prompt_token_ids` and
             `num_cached_tokens`.
 
         Raises:
-            ValueError: a prompt or `dimensions` is not valid; no prompt has run.
+            ValueError: a prompt or `dimensions` is not valid, or the folder asks for vectors that cannot be made; no
+                prompt has run.
             RuntimeError: the model's hidden states are NaN or infinite.
         """
         from nanovllm.uses.embedding import embed_prompts

@@ -16,6 +16,7 @@ from nanovllm.config import EngineConfig, ResolvedConfig
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.interfaces import StepObserver
 from nanovllm.engine.llm_engine import LLMEngine, ModelFacts
+from nanovllm.engine.pooling import LAST_TOKEN, Pooling
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.layers.parallel import Parallel
 from nanovllm.models.generation_keys import check_generation_keys
@@ -104,6 +105,9 @@ def read_files(asked: EngineConfig) -> "tuple[Path | None, Path | None, Pretrain
     can_generate = has_lm_head(hf_config, weights)
     if not can_generate:
         hf_config.tie_word_embeddings = True  # then the decoder allocates no head
+    pooling = find_pooling(folder, hf_config.hidden_size)
+    if pooling.refusal and not can_generate:
+        raise ValueError(pooling.refusal)
     generation, default_params, refused_defaults = read_generation_config(folder)
     named = {**data, **generation}.get("eos_token_id")  # one id or several
     ids = named if isinstance(named, list) else [named]
@@ -111,11 +115,12 @@ def read_files(asked: EngineConfig) -> "tuple[Path | None, Path | None, Pretrain
     origin = source if folder is None else folder.absolute()
     stamps = () if weights is None else stamp_checkpoint(weights.absolute())
     facts = ModelFacts(
-        embedding_size=hf_config.hidden_size,
+        embedding_size=pooling.size or hf_config.hidden_size,
         has_lm_head=can_generate,
         eos_token_ids=eos_token_ids,
         default_params=default_params,
         refused_defaults=refused_defaults,
+        pooling=pooling,
         origin=origin,
         stamps=stamps,
     )
@@ -291,6 +296,15 @@ def load_parser(config: ResolvedConfig, tokenizer: Tokenizer | None) -> "AnswerP
     from nanovllm.parsing.parser import AnswerParser
 
     return AnswerParser(tokenizer, config.reasoning_parser, config.tool_call_parser)
+
+
+def find_pooling(folder: Path | None, hidden_size: int) -> Pooling:
+    """Return how a folder makes vectors: as the files of sentence-transformers say, else of the last hidden state."""
+    if folder is None or not any((folder / name).exists() for name in ("modules.json", "1_Pooling")):
+        return LAST_TOKEN
+    from nanovllm.models.pooling_files import read_pooling
+
+    return read_pooling(folder, hidden_size)
 
 
 def read_generation_config(folder: Path | None) -> tuple[dict[str, Any], SamplingParams, str]:

@@ -25,6 +25,7 @@ except ImportError as error:
     raise ImportError("Ray Data is not installed: pip install 'ray[data]'") from error
 
 from nanovllm.engine.sequence import Request
+from nanovllm.engine.pooling import Pooling
 from nanovllm.llm import LLM
 from nanovllm.outputs import Output
 from nanovllm.sampling_params import SamplingParams, change_defaults
@@ -125,7 +126,7 @@ class RayLLM:
                     yield request
 
         for position, output in self._engine.stream(prepare_requests()):
-            running[position] |= _read_columns(output)
+            running[position] |= _read_columns(output, self._llm.engine.facts.pooling)
         return {**batch, **{name: [result[name] for result in results] for name in self._no_output}}
 
     def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -162,7 +163,7 @@ _NO_OUTPUT = {"generated_text": "", "generated_token_ids": [], "finish_reason": 
 _NO_EMBEDDING = {"embedding": [], **_NO_COUNTS}
 
 
-def _read_columns(output: Output) -> dict[str, Any]:
+def _read_columns(output: Output, pooling: Pooling) -> dict[str, Any]:
     """Return the columns that an output adds to its row."""
     counts = {
         "num_prompt_tokens": len(output["prompt_token_ids"]),
@@ -171,7 +172,7 @@ def _read_columns(output: Output) -> dict[str, Any]:
     }
     if "embedding" in output:
         is_good = output.error is None
-        return {"embedding": read_embedding(output, None).embedding.tolist() if is_good else [], **counts}
+        return {"embedding": read_embedding(output, pooling).embedding.tolist() if is_good else [], **counts}
     return {
         "generated_text": output["text"],
         "generated_token_ids": output["token_ids"],

@@ -169,7 +169,8 @@ class SamplingParams:
         prompt_logprobs: the same as logprobs, for each token of the prompt after the first.
         prompt_logprob_start: score the prompt from this token on. Whole blocks before it may come from the prefix
             cache. vLLM has no such field, and does not read its cache for a request with prompt_logprobs.
-        embed: return the hidden state of the prompt's last token, as `LLM.embed` does. It needs max_tokens=0.
+        embed: return the vector of the prompt, as `LLM.embed` does with normalize=False, but without a last division
+            by its length, and without a cut. It needs max_tokens=0.
         n: number of completions of the prompt. Each has a seed of its own; the first has `seed`. More than 1 needs a
             temperature above 0.
         presence_penalty: subtracted once from the logit of each token that the output contains; in [-2, 2], 0 is off.

@@ -166,7 +166,7 @@ HINTS: Mapping[str, str] = {
     **dict.fromkeys(("hf_overrides", "rope_scaling"), _COPY),
     "override_generation_config": "give the values to SamplingParams",
     **dict.fromkeys(("task", "runner", "convert"), _OTHER_WORK),
-    "pooler_config": "a vector is the hidden state of the last token: docs/embeddings.md",
+    "pooler_config": "modules.json and 1_Pooling in the model's folder choose the pooling: docs/embeddings.md",
     "kv_transfer_config": _ONE_CACHE,
     **dict.fromkeys(("late_chunking_params", "late_chunking", "LateChunkingParams"), "embed each chunk as a prompt"),
     # arguments of methods

@@ -41,7 +41,9 @@ NUM_PER_SEQ = 5
 num_scored. They come first, then token_ids."""
 
 EMBED = -1
-"""A value of `StepPlan.targets`: it asks for the hidden state of the prompt's last token, and not for a score."""
+"""A value of `StepPlan.targets`: it asks for the hidden state of a token of the prompt, and not for a score."""
+
+NO_EMBEDDINGS = np.empty((0, 0), np.float32)
 
 
 def make_padding(num_seqs: int, row: int) -> IntArray:
@@ -95,7 +97,8 @@ class StepPlan(NamedTuple):
         token_ids: int32 [num_tokens], the ids of the tokens to compute, sequence after sequence. The drafts of a
             sequence are its last ids. -1 stands for the token that the device sampled last for the row.
         targets: int32 [sum of num_scored], sequence after sequence: the prompt tokens whose log-probability is wanted.
-            The last target may be the first token of the next chunk. EMBED stands for a hidden state.
+            The last target may be the first token of the next chunk. EMBED stands for a hidden state: that of the token
+            whose logits would score a target in its place.
         block_entries: int32 [n, 3], new (row, index, block) entries of the block tables.
         new_rows: ROW_SAMPLING [n], the sampling values of rows that have a new owner.
     """
@@ -190,7 +193,7 @@ class StepResult:
         token_ids: int32 [sum of the plan's num_sampled]; -1 if the logits were not a valid distribution.
         logprobs: {index in token_ids: {token id: log-probability}}, only for requests that asked for them.
         scores: {token id: log-probability} of each of the plan's targets that is a token.
-        embeddings: float32 [hidden] of each target that is EMBED.
+        embeddings: float32 [n, hidden], the hidden states of the n targets that are EMBED.
         prepare_seconds: how long the host took to pack the plan and send it to the device.
         device_seconds: how long the device worked on the step. In a pipeline, where each rank has some of the layers,
             this is how long rank 0 computed its own layers.
@@ -200,7 +203,7 @@ class StepResult:
     token_ids: IntArray
     logprobs: Mapping[int, dict[int, Logprob]] = field(default_factory=dict)
     scores: Seq[dict[int, Logprob]] = ()
-    embeddings: Seq[FloatArray] = ()
+    embeddings: FloatArray = field(default_factory=lambda: NO_EMBEDDINGS)
     prepare_seconds: float = 0.0
     device_seconds: float = 0.0
     spans: Seq[Any] = ()

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nanovllm.engine.plan import EMBED, IntArray, StepResult
+from nanovllm.engine.pooling import add_states
 from nanovllm.engine.rows import Rows
 from nanovllm.engine.sequence import Sequence
 from nanovllm.outputs import FinishReason, Logprob
@@ -72,8 +73,8 @@ class Scoring:
                 del self.seqs[row]
             if not seq.params.embed:
                 own = seq.token_ids[seq.next_scored : min(end + 1, seq.num_prompt_tokens)]
-            elif end == seq.num_needed:
-                own = array("i", [EMBED])
+            elif end >= seq.next_scored:
+                own = array("i", [EMBED]) * (end + 1 - seq.next_scored)
             else:
                 continue
             targets.extend(own)
@@ -90,11 +91,13 @@ class Scoring:
         """
         ending: list[tuple[Sequence, FinishReason]] = []
         scores = iter(result.scores)
-        embeddings = iter(result.embeddings)
+        num_states = 0
         for seq, num_targets, is_last in scored:
             own: list[dict[int, Logprob]] = []
             if seq.params.embed:
-                seq.embedding = next(embeddings)
+                states = result.embeddings[num_states : num_states + num_targets]
+                num_states += num_targets
+                seq.embedding = add_states(seq.embedding, states)
                 is_good = bool(np.isfinite(seq.embedding).all())
             else:
                 own.extend(islice(scores, num_targets))

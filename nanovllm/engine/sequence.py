@@ -108,7 +108,13 @@ class Sequence:
         lead: "Sequence | None" = None,
         prompt: str | None = None,
         reason: str = "",
+        pooled: range | None = None,
     ) -> None:
+        """
+        Args:
+            pooled: if the prompt is embedded, the indices of the tokens whose hidden states its vector is made of. None
+                stands for the last token.
+        """
         self.seq_id = seq_id
         self.reason = reason
         """Why the request has its place in the order: see `Request.reason`."""
@@ -123,18 +129,23 @@ class Sequence:
         # The outer max() is for a prompt that is only scored: it may have one token more than max_model_len.
         self.limit = max(min(self.num_prompt_tokens + max_tokens, max_model_len), self.num_prompt_tokens)
         """Prompt and output together have at most this many tokens."""
-        self.num_needed = self.num_prompt_tokens if params.embed else max(self.limit - 1, 1)
-        """At most this many tokens are computed. A prompt that is embedded is computed whole. Otherwise the last of
-        `limit` tokens is not computed, because no token follows it. The least value is 1, so that a prompt of one token
-        that is only scored takes part in one step."""
+        if pooled is None:
+            pooled = range(self.num_prompt_tokens - 1, self.num_prompt_tokens)
+        self.num_needed = pooled.stop if params.embed else max(self.limit - 1, 1)
+        """At most this many tokens are computed. A prompt that is embedded is computed up to the last hidden state that
+        is wanted. Otherwise the last of `limit` tokens is not computed, because no token follows it. The least value is
+        1, so that a prompt of one token that is only scored takes part in one step."""
         scores_from = self.num_prompt_tokens if params.prompt_logprobs is None else max(params.prompt_logprob_start, 1)
+        if params.embed:
+            scores_from = pooled.start + 1
         self.next_scored = scores_from
         """Index of the first prompt token whose score is wanted and is not planned yet. It is num_prompt_tokens if no
-        prompt token is left to score."""
+        prompt token is left to score. If the prompt is embedded, it is 1 + the index of the first token whose hidden
+        state is wanted and not planned yet: the score of the next token would need this state, too."""
         self.prompt_logprobs: list[dict[int, Logprob] | None] = [None] * scores_from
         """{token id: log-probability} per prompt token whose score was read. Tokens that are not scored have None."""
-        self.embedding: NDArray[np.float32] | None = None
-        """The hidden state of the last prompt token, float32 [hidden], if params.embed asks for it and it was read."""
+        self.embedding: NDArray[np.float64] | None = None
+        """The sum of the wanted hidden states that were read, float64 [hidden]; None before the first one."""
         self._eos_ids = frozenset[int]() if params.ignore_eos else eos_token_ids
         self.stop_ids = self._eos_ids | frozenset(params.stop_token_ids or ())
         """Token ids that end the sequence."""
@@ -177,9 +188,9 @@ class Sequence:
     def is_only_scored(self) -> bool:
         """True if the sequence has no output: it ends when its prompt is scored, or when its prompt is embedded.
 
-        An embedded prompt is computed whole. Otherwise the last token of the prompt is not computed: the score of this
-        token comes from the logits of the token before it. A prompt of one token is computed all the same, so that it
-        takes part in a step.
+        An embedded prompt is computed as far as its vector needs. Otherwise the last token of the prompt is not
+        computed: the score of this token comes from the logits of the token before it. A prompt of one token is
+        computed all the same, so that it takes part in a step.
         """
         return self.params.max_tokens == 0
 
@@ -192,8 +203,9 @@ class Sequence:
     def max_cached_tokens(self) -> int:
         """The prefix cache may supply at most this many tokens; all later tokens are computed.
 
-        The token before the first scored token must be computed, because its logits are needed. If nothing is scored,
-        the last token must be computed: the output is sampled from its logits.
+        The token before the first scored token must be computed, because its logits are needed, and so must the first
+        token whose hidden state is wanted. If nothing is scored, the last token must be computed: the output is sampled
+        from its logits.
         """
         return (self.next_scored if self.next_scored < self.num_prompt_tokens else len(self.token_ids)) - 1
 

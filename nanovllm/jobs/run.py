@@ -128,7 +128,7 @@ def answer_lines(
             running_line, position = running.pop(index)
             running_line.outputs[position] = output
             if len(running_line.outputs) == running_line.num_requests:
-                write(_make_result(running_line, model_name, llm.token_text))
+                write(_make_result(running_line, model_name, llm))
 
 
 class _RunningLine(NamedTuple):
@@ -151,12 +151,12 @@ def prepare_line(line: RequestLine, llm: "LLM", model_name: str) -> "list[Reques
     return [prepare_request(line, llm, model_name)]
 
 
-def _make_result(running: _RunningLine, model_name: str, token_text: Callable[[int], str]) -> ResultLine:
+def _make_result(running: _RunningLine, model_name: str, llm: "LLM") -> ResultLine:
     """Return the result of a line whose requests have all ended."""
     outputs = [running.outputs[i] for i in range(running.num_requests)]
     if running.line.is_embedding:
-        return make_embedding_line(running.line, outputs, model_name)
-    return make_result_line(running.line, outputs[0], model_name, token_text)
+        return make_embedding_line(running.line, outputs, model_name, llm.engine.facts.pooling)
+    return make_result_line(running.line, outputs[0], model_name, llm.token_text)
 
 
 def load_llm(config: EngineConfig) -> "LLM":

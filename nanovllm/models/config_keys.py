@@ -60,6 +60,8 @@ def check_keys(data: Mapping[str, Any], config: "PretrainedConfig", source: str)
     Raises:
         ValueError: a key that is not in the lists above differs from the default of the family's configuration.
     """
+    if not getattr(config, "is_causal", True):
+        raise ValueError(f"{source}: is_causal is false; attention to later tokens is not supported")
     defaults = type(config)().to_dict()
     others = sorted(data.keys() - KNOWN)
     changed = [name for name in others if name in defaults and getattr(config, name, None) != defaults[name]]

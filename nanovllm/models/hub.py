@@ -8,7 +8,14 @@ from nanovllm.utils.checks import quote, refuse
 BOX = "tiny-qwen3"
 CONFIGS = ["config.json", "generation_config.json"]
 TOKENIZER = ["tokenizer*", "vocab.json", "merges.txt", "added_tokens.json", "special_tokens_map.json", "chat_template*"]
-PATTERNS = ["*.safetensors", "*.safetensors.index.json", *CONFIGS, *TOKENIZER]
+POOLING = [
+    "modules.json",
+    "*sentence_*.json",
+    "*_Pooling/config.json",
+    "*_Dense/config.json",
+    "*_Normalize/config.json",
+]
+PATTERNS = ["*.safetensors", "*.safetensors.index.json", *CONFIGS, *TOKENIZER, *POOLING]
 """The files of a repository that are downloaded."""
 
 
