@@ -24,8 +24,8 @@ try:
 except ImportError as error:
     raise ImportError("Ray Data is not installed: pip install 'ray[data]'") from error
 
-from nanovllm.engine.sequence import Request
 from nanovllm.engine.pooling import Pooling
+from nanovllm.engine.sequence import Request
 from nanovllm.llm import LLM
 from nanovllm.outputs import Output
 from nanovllm.sampling_params import SamplingParams, change_defaults
