@@ -19,7 +19,7 @@ from nanovllm.load import load_engine
 from nanovllm.outputs import Embedding, Metric, Output, Score, list_metrics
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.prompts import Message, Prompt, list_conversations, list_prompts, name_errors, tokenise_prompts
-from nanovllm.text.tokenizer import explain_missing
+from nanovllm.text.tokenizer import explain_no_tokenizer
 from nanovllm.utils.checks import quote, refuse
 from nanovllm.utils.foreign_names import explain_missing
 from nanovllm.utils.progress import ProgressBar
@@ -116,6 +116,10 @@ class LLM:
         """
         count = len(prompts)
         params = _list_params(sampling_params, count)
+        if default := self.engine.facts.pooling.prompt:
+            from nanovllm.uses.embedding import add_default_prompt
+
+            prompts = add_default_prompt(prompts, params, default)
         tokenised = tokenise_prompts(
             prompts,
             self.engine.tokenizer,
@@ -211,18 +215,22 @@ class LLM:
     ) -> list[Embedding]:
         """Return the vector of each prompt: the hidden state of its last token, after the model's last norm.
 
+        If the model's folder has the files of sentence-transformers, the vector is made as they say. What they may say
+        is listed in docs/embeddings.md.
+
         Args:
             prompts: one prompt or a list of prompts, as in `generate`. A prompt may have max_model_len tokens. The
                 tokenizer adds its special tokens, because some models need a special token at the end of a text.
-            dimensions: cut each vector to this many elements; None keeps all elements.
-            normalize: divide each vector, after the cut, by its Euclidean length.
+            dimensions: cut each vector to this many elements; None keeps all elements, or as many as the folder says.
+            normalize: divide each vector, after the cut, by its Euclidean length. False leaves that to the folder.
 
         Returns:
             An Embedding for each prompt: a dict with `embedding`, float32 [dimensions], `prompt_token_ids` and
             `num_cached_tokens`.
 
         Raises:
-            ValueError: a prompt or `dimensions` is not valid; no prompt has run.
+            ValueError: a prompt or `dimensions` is not valid, or the folder asks for vectors that cannot be made; no
+                prompt has run.
             RuntimeError: the model's hidden states are NaN or infinite.
         """
         from nanovllm.uses.embedding import embed_prompts
@@ -380,7 +388,7 @@ class LLM:
     def tokenizer(self) -> Any:
         """The model's tokenizer, as transformers made it; ValueError if the model has none."""
         if self.engine.tokenizer is None:
-            raise ValueError(explain_missing(self.engine.facts.origin))
+            raise ValueError(explain_no_tokenizer(self.engine.facts.origin))
         return self.engine.tokenizer.transformers
 
     def get_tokenizer(self) -> Any:
@@ -445,8 +453,12 @@ class LLM:
         return self.engine.config.max_model_len
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Return the parameters that `sampling_params=None` stands for: the model's generation_config."""
-        return self.engine.facts.default_params.clone()
+        """Return the parameters that `sampling_params=None` stands for: the model's generation_config.
+
+        Raises:
+            ValueError: that file asks for what this engine does not have.
+        """
+        return self.engine.facts.find_defaults().clone()
 
     def token_text(self, token_id: int) -> str:
         """Return the text of one token, or "token_id:N" if the model has no tokenizer."""

@@ -17,8 +17,10 @@ from nanovllm.config import EngineConfig, ResolvedConfig
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.interfaces import StepObserver
 from nanovllm.engine.llm_engine import LLMEngine, ModelFacts
+from nanovllm.engine.pooling import LAST_TOKEN, Pooling
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.layers.parallel import Parallel
+from nanovllm.models.generation_keys import check_generation_keys
 from nanovllm.models.headers import fit_to_checkpoint
 from nanovllm.models.hub import find_folder, find_model
 from nanovllm.models.model_config import (
@@ -26,7 +28,6 @@ from nanovllm.models.model_config import (
     find_family,
     load_model_config,
     read_json,
-    take_text_config,
 )
 from nanovllm.models.settings_files import read_config
 from nanovllm.models.sizes import Sizes
@@ -111,13 +112,25 @@ def read_files(asked: EngineConfig) -> "tuple[Path | None, Path | None, Pretrain
             read_ahead(checkpoint_files(weights))  # while transformers is imported
     hf_config = load_model_config(data, source)
     can_generate = fit_to_checkpoint(hf_config, weights)
-    generation, default_params = read_generation_config(folder)
+    pooling = find_pooling(folder, hf_config.hidden_size)
+    if pooling.refusal and not can_generate:
+        raise ValueError(pooling.refusal)
+    generation, default_params, refused_defaults = read_generation_config(folder)
     named = {**data, **generation}.get("eos_token_id")  # one id or several
     ids = named if isinstance(named, list) else [named]
     eos_token_ids = frozenset(as_integer(i, "the model's eos_token_id") for i in ids if i is not None)
     origin = source if folder is None else folder.absolute()
     stamps = () if weights is None else stamp_checkpoint(weights.absolute())
-    facts = ModelFacts(hf_config.hidden_size, can_generate, eos_token_ids, default_params, origin, stamps)
+    facts = ModelFacts(
+        embedding_size=pooling.size or hf_config.hidden_size,
+        has_lm_head=can_generate,
+        eos_token_ids=eos_token_ids,
+        default_params=default_params,
+        refused_defaults=refused_defaults,
+        pooling=pooling,
+        origin=origin,
+        stamps=stamps,
+    )
     return folder, weights, hf_config, facts
 
 
@@ -130,7 +143,7 @@ def assemble(
     engine_class: Callable[..., LLMEngine] = LLMEngine,
 ) -> LLMEngine:
     """Put an engine together around a runner whose KV cache has so many blocks."""
-    own = set() if tokenizer is None else {tokenizer.eos_token_id}
+    own = set() if tokenizer is None or tokenizer.eos_token_id is None else {tokenizer.eos_token_id}
     eos_token_ids = (facts.eos_token_ids | own).intersection(range(config.vocab_size))
     parser = load_parser(config, tokenizer)
     scheduler, observers = make_scheduler(config, runner, num_blocks, tokenizer)
@@ -305,13 +318,29 @@ def load_parser(config: ResolvedConfig, tokenizer: Tokenizer | None) -> "AnswerP
     return AnswerParser(tokenizer, config.reasoning_parser, config.tool_call_parser)
 
 
-def read_generation_config(folder: Path | None) -> tuple[dict[str, Any], SamplingParams]:
-    """Return what generation_config.json holds, {} if there is none, and the SamplingParams that it asks for."""
+def find_pooling(folder: Path | None, hidden_size: int) -> Pooling:
+    """Return how a folder makes vectors: as the files of sentence-transformers say, else of the last hidden state."""
+    if folder is None or not any((folder / name).exists() for name in ("modules.json", "1_Pooling")):
+        return LAST_TOKEN
+    from nanovllm.models.pooling_files import read_pooling
+
+    return read_pooling(folder, hidden_size)
+
+
+def read_generation_config(folder: Path | None) -> tuple[dict[str, Any], SamplingParams, str]:
+    """Read generation_config.json.
+
+    Returns:
+        What it holds, {} if there is no such file; the SamplingParams that it asks for; and why requests cannot have
+        these, "" if they can.
+    """
     path = folder / "generation_config.json" if folder is not None else None
     if path is None or not path.is_file():
-        return {}, SamplingParams.from_generation_config({})
+        return {}, SamplingParams.from_generation_config({}), ""
     generation = read_json(path)
     try:
-        return generation, SamplingParams.from_generation_config(generation)
+        check_generation_keys(generation)
+        return generation, SamplingParams.from_generation_config(generation), ""
     except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
+        advice = "give SamplingParams; without them a request would take this file's values"
+        return generation, SamplingParams(), f"{path}: {error}: {advice}"

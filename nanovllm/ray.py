@@ -16,7 +16,6 @@ for row in outputs.iter_rows():
 
 import logging
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 try:
@@ -25,10 +24,11 @@ try:
 except ImportError as error:
     raise ImportError("Ray Data is not installed: pip install 'ray[data]'") from error
 
+from nanovllm.engine.pooling import Pooling
 from nanovllm.engine.sequence import Request
 from nanovllm.llm import LLM
 from nanovllm.outputs import Output
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.sampling_params import SamplingParams, change_defaults
 from nanovllm.uses.embedding import read_embedding
 from nanovllm.uses.sharing import EngineThread
 from nanovllm.utils.checks import refuse
@@ -126,7 +126,7 @@ class RayLLM:
                     yield request
 
         for position, output in self._engine.stream(prepare_requests()):
-            running[position] |= _read_columns(output)
+            running[position] |= _read_columns(output, self._llm.engine.facts.pooling)
         return {**batch, **{name: [result[name] for result in results] for name in self._no_output}}
 
     def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -143,7 +143,7 @@ class RayLLM:
             raise refuse(own, "sampling_params", "an object of SamplingParams' fields")
         changes = {name: _to_integer(name, value) for name, value in _to_python(own).items()}
         prompt = given["prompt"] if "prompt" in given else self._llm.render_chat(given["messages"], None)
-        params = replace(self._params, **changes)
+        params = change_defaults(self._params, changes)
         _refuse_without_column(params)
         if params.embed != self._params.embed:
             raise refuse(params.embed, "sampling_params.embed", "the same in all rows")
@@ -163,7 +163,7 @@ _NO_OUTPUT = {"generated_text": "", "generated_token_ids": [], "finish_reason": 
 _NO_EMBEDDING = {"embedding": [], **_NO_COUNTS}
 
 
-def _read_columns(output: Output) -> dict[str, Any]:
+def _read_columns(output: Output, pooling: Pooling) -> dict[str, Any]:
     """Return the columns that an output adds to its row."""
     counts = {
         "num_prompt_tokens": len(output["prompt_token_ids"]),
@@ -172,7 +172,7 @@ def _read_columns(output: Output) -> dict[str, Any]:
     }
     if "embedding" in output:
         is_good = output.error is None
-        return {"embedding": read_embedding(output, None).embedding.tolist() if is_good else [], **counts}
+        return {"embedding": read_embedding(output, pooling).embedding.tolist() if is_good else [], **counts}
     return {
         "generated_text": output["text"],
         "generated_token_ids": output["token_ids"],

@@ -1,7 +1,7 @@
 """The parameters of one request: how its tokens are sampled, when it ends, and which form its output must have."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import wraps
 from typing import Any, TypeVar
@@ -101,6 +101,41 @@ def _as_token_id(key: Any) -> int:
     return int(key) if is_number else as_integer(key, "a token id of logit_bias")
 
 
+def change_defaults(defaults: "SamplingParams", changes: Mapping[str, Any]) -> "SamplingParams":
+    """Return a model's default parameters with changes.
+
+    If `changes` ask for fewer tokens than the model's `min_tokens`, then `min_tokens` is as low as that.
+    """
+    params = replace(defaults, **{"min_tokens": 0, **changes})
+    if "min_tokens" not in changes:
+        most = params.max_tokens
+        params.min_tokens = defaults.min_tokens if most is None else min(defaults.min_tokens, most)
+    return params
+
+
+def _as_bad_word(value: Any, limit: str) -> str | tuple[int, ...]:
+    """Return a word of `bad_words`: a text, "" if it has only white space, or a tuple of token ids."""
+    if isinstance(value, str):
+        return value if value.strip() else ""
+    if isinstance(value, Mapping) or not isinstance(value, Iterable):
+        raise refuse(value, "a word of bad_words", limit)
+    return tuple(as_integer(i, "a token id of bad_words") for i in value)
+
+
+def _list_bad_tokens(generation_config: Mapping[str, Any]) -> list[list[int]]:
+    """Return what `bad_words_ids` and `suppress_tokens` of a generation_config.json forbid, as `bad_words` has it.
+
+    As in transformers, `bad_words_ids` cannot forbid an end-of-sequence token by itself.
+    """
+    ends = generation_config.get("eos_token_id")
+    lone_ends = [[i] for i in (ends if isinstance(ends, list) else [ends])]
+    limit = "a list of lists of token ids"
+    words = as_list(generation_config.get("bad_words_ids"), "bad_words_ids", limit)
+    words = [as_list(word, "bad_words_ids", limit) for word in words]
+    suppressed = as_list(generation_config.get("suppress_tokens"), "suppress_tokens", "a list of token ids")
+    return [word for word in words if word not in lone_ends] + [[i] for i in suppressed]
+
+
 @accept_vllm_names
 @dataclass(slots=True)
 class SamplingParams:
@@ -126,14 +161,15 @@ class SamplingParams:
         stop_token_ids: further token ids that end the output.
         seed: makes the request repeatable whatever else runs beside it; taken modulo 2**64. None takes a hash of the
             engine's seed and the request's number. The engine counts its requests on from call to call, so a second
-            `generate` of the same prompt draws other tokens.
+            `generate` of the same prompt draws other tokens. -1 means None, as in vLLM and llama.cpp.
         logprobs: k returns, for each token of the output, the log-probabilities of the k most likely tokens and of
             itself; None is off.
         skip_special_tokens: leave special tokens out of the text.
         prompt_logprobs: the same as logprobs, for each token of the prompt after the first.
         prompt_logprob_start: score the prompt from this token on. Whole blocks before it may come from the prefix
             cache. vLLM has no such field, and does not read its cache for a request with prompt_logprobs.
-        embed: return the hidden state of the prompt's last token, as `LLM.embed` does. It needs max_tokens=0.
+        embed: return the vector of the prompt, as `LLM.embed` does with normalize=False, but without a last division
+            by its length, and without a cut. It needs max_tokens=0.
         n: number of completions of the prompt. Each has a seed of its own; the first has `seed`. More than 1 needs a
             temperature above 0.
         presence_penalty: subtracted once from the logit of each token that the output contains; in [-2, 2], 0 is off.
@@ -145,7 +181,8 @@ class SamplingParams:
             no further token still does.
         logit_bias: {token id: number to add to its logit}.
         allowed_token_ids: only these tokens are sampled; None allows all.
-        bad_words: texts of at most 200 characters that no tokens in a row write, with a space before it or without.
+        bad_words: texts of at most 200 characters that no tokens in a row write, with a space before it or without. A
+            list of token ids in place of a text forbids these tokens in a row, the end of the prompt included.
         include_stop_str_in_output: let the text end with the stop string, or the text of the stop token, that ended it.
         detokenize: False leaves the text empty; `stop` cannot be used then.
         structured_outputs: the form of the output: a `StructuredOutputsParams`, or a dict of its attributes.
@@ -177,7 +214,7 @@ class SamplingParams:
     min_tokens: int = 0
     logit_bias: Mapping[int, float] | None = None
     allowed_token_ids: Sequence[int] | None = None
-    bad_words: Sequence[str] | None = None
+    bad_words: Sequence[str | Sequence[int]] | None = None
     include_stop_str_in_output: bool = False
     detokenize: bool = True
     structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = None
@@ -212,7 +249,8 @@ class SamplingParams:
         is_alone = self.max_tokens == 0 and self.prompt_logprobs is None
         put("embed", self.embed, is_alone or not self.embed, "False unless max_tokens is 0 and prompt_logprobs is None")
         if self.seed is not None:
-            put("seed", as_integer(self.seed, "seed"))
+            seed = as_integer(self.seed, "seed")
+            put("seed", None if seed == -1 else seed)
         self._check_edits(put)
         n = as_integer(self.n, "n", 1, _MAX_N)
         is_drawn = self.temperature > 0 and self.max_tokens != 0
@@ -250,9 +288,9 @@ class SamplingParams:
             limit = "None, or a list of at least one token id"
             allowed = as_list(self.allowed_token_ids, "allowed_token_ids", limit)
             put("allowed_token_ids", tuple(as_integer(i, "allowed_token_ids") for i in allowed), bool(allowed), limit)
-        strings = "strings, none of them empty"
-        words = as_list(self.bad_words, "bad_words", "a list of strings")
-        put("bad_words", tuple(words), all(isinstance(w, str) and w.strip() for w in words), strings)
+        limit = "a list of strings or of lists of token ids, none of them empty"
+        words = [_as_bad_word(word, limit) for word in as_list(self.bad_words, "bad_words", limit)]
+        put("bad_words", tuple(words), all(words), limit)
 
     @property
     def edits_logits(self) -> bool:
@@ -267,14 +305,22 @@ class SamplingParams:
 
     @classmethod
     def from_generation_config(cls, generation_config: Mapping[str, Any]) -> "SamplingParams":
-        """Return the parameters that a model's generation_config.json asks for; greedy if it has `do_sample: false`."""
+        """Return the parameters that a model's generation_config.json asks for; greedy if it has `do_sample: false`.
+
+        `bad_words` holds its `bad_words_ids` and its `suppress_tokens`.
+
+        Raises:
+            ValueError: a value is out of range.
+        """
         is_greedy = generation_config.get("do_sample") is False
         names = {"repetition_penalty": "repetition_penalty", "max_new_tokens": "max_tokens"}
+        names["min_new_tokens"] = "min_tokens"
         if not is_greedy:
             names |= {name: name for name in ("temperature", "top_k", "top_p", "min_p")}
         found = {ours: generation_config.get(name) for name, ours in names.items()}
         if is_greedy:
             found["temperature"] = 0.0
+        found["bad_words"] = _list_bad_tokens(generation_config)
         return cls(**{name: value for name, value in found.items() if value is not None})
 
 

@@ -62,7 +62,7 @@ OPTIONS = (
     # These would change results, or ask for something that we do not have.
     Row("kv_transfer_config", (None,), _ONE_CACHE),
     Row("logits_processors", (None,), _EDITS),
-    Row("pooler_config", (None,), "a vector is the hidden state of the last token: docs/embeddings.md"),
+    Row("pooler_config", (None,), "modules.json and 1_Pooling in the folder choose the pooling: docs/embeddings.md"),
     Row("profiler_config", (None,), _TRACE),
     Row("tokenizer", (None,), "put the other tokenizer's files into a copy of the model's folder"),  # or the model
     Row("hf_overrides rope_scaling", (None, {}), _COPY),

@@ -2,12 +2,11 @@
 
 import sys
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any
 
 from nanovllm.config import EngineConfig
 from nanovllm.llm import LLM
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.sampling_params import SamplingParams, change_defaults
 
 GREETING = "Ctrl-C stops an answer, Ctrl-D ends the conversation, /new starts another one.\n"
 
@@ -23,7 +22,7 @@ def chat(config: EngineConfig, system: str | None, changes: dict[str, Any]) -> i
     messages = beginning
     options = vars(config).copy()
     with LLM(options.pop("model"), **options) as llm:
-        params = replace(llm.get_default_sampling_params(), **changes)
+        params = change_defaults(llm.get_default_sampling_params(), changes)
         sys.stdout.write(GREETING)
         with suppress(EOFError):
             while True:

@@ -328,8 +328,8 @@ def read_lengths(
     tokenizer = Tokenizer.find(folder, config.max_model_len)
     if tokenizer is None:
         raise ValueError(f"--input needs a tokenizer, and {folder} has none")
-    _, params = read_generation_config(folder)
-    facts = ModelFacts(default_params=params, origin=folder)
+    _, params, refused = read_generation_config(folder)
+    facts = ModelFacts(default_params=params, refused_defaults=refused, origin=folder)
     llm = LLM.__new__(LLM)
     llm.engine = assemble(config, facts, tokenizer, None, 1)  # type: ignore[arg-type]  # nothing will run
     lengths: list[tuple[int, int]] = []

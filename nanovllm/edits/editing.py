@@ -46,12 +46,16 @@ class Editing:
         Raises:
             ValueError: this model cannot have them, or the request's grammar is bad.
         """
-        if params.bad_words and self._tokenizer is None:
-            raise ValueError("bad_words need a tokenizer, and this model has none; use logit_bias")
         matcher = None
         words: list[BadWord] = []
-        if self._tokenizer is not None:
-            words = [BadWord(word, self._tokenizer, self._vocab_size) for word in params.bad_words or ()]
+        for word in params.bad_words or ():
+            if not isinstance(word, str):
+                if bad_ids := [i for i in word if not 0 <= i < self._vocab_size]:
+                    raise ValueError(f"bad_words has {bad_ids[0]}; the vocabulary is 0..{self._vocab_size - 1}")
+            elif self._tokenizer is None:
+                raise ValueError("bad_words need a tokenizer, and this model has none; give lists of token ids")
+            else:
+                words.append(BadWord(word, self._tokenizer, self._vocab_size))
         if params.structured_outputs is not None:
             matcher = self._find_grammars().compile(params.structured_outputs)
         stop_ids = self._eos_token_ids | set(params.stop_token_ids or ())

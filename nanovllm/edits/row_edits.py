@@ -49,6 +49,7 @@ class RowEdits:
     ) -> None:
         """
         Args:
+            bad_words: the texts among `params.bad_words`. Lists of token ids are read from `params`.
             stop_ids: the token ids that min_tokens forbids.
             matcher: stands at the start of the output's grammar; None without one.
             thinking: the grammar holds after the thinking; None: from the first token on.
@@ -60,7 +61,10 @@ class RowEdits:
         self.bias_ids = np.array([*bias], np.int64)
         self.bias = np.clip([*bias.values()], -_MOST, _MOST).astype(np.float32)
         self._allowed = params.allowed_token_ids
+        listed = [array("i", word) for word in params.bad_words or () if not isinstance(word, str)]
         self._bad_tokens = [token_id for word in bad_words for token_id in word.single_tokens]
+        self._bad_tokens += [token_ids[0] for token_ids in listed if len(token_ids) == 1]
+        self._bad_sequences = [token_ids for token_ids in listed if len(token_ids) > 1]
         self._bad_words = [word for word in bad_words if word.has_pairs]
         self._longest_word = max((word.length for word in self._bad_words), default=0)
         self._min_tokens = params.min_tokens
@@ -95,12 +99,12 @@ class RowEdits:
     @property
     def needs_known_tokens(self) -> bool:
         """True if the edits of a step depend on the tokens sampled before: the host must have read those."""
-        return self._matcher is not None or bool(self._bad_words)
+        return self._matcher is not None or bool(self._bad_words or self._bad_sequences)
 
     @property
     def allows_drafts(self) -> bool:
         """True if the edits after a drafted token are known before the step runs."""
-        return not (self.has_penalties or self._bad_words)
+        return not (self.has_penalties or self._bad_words or self._bad_sequences)
 
     def forbids(self, num_output: int) -> bool:
         """Return whether it may forbid a token after num_output tokens of output."""
@@ -118,6 +122,10 @@ class RowEdits:
                 mask &= words
         num_tokens = len(token_ids)
         output = token_ids[num_tokens - min(num_output, self._longest_word) :].tolist()
-        for word in self._bad_words:
-            for last in word.find_last_tokens(output):
-                mask.view(np.uint32)[last // 32] &= ~np.uint32(1 << last % 32)
+        last_tokens = [last for word in self._bad_words for last in word.find_last_tokens(output)]
+        for sequence in self._bad_sequences:
+            start = max(num_tokens - len(sequence) + 1, 0)
+            if token_ids[start:] == sequence[:-1]:
+                last_tokens.append(sequence[-1])
+        for last in last_tokens:
+            mask.view(np.uint32)[last // 32] &= ~np.uint32(1 << last % 32)

@@ -20,6 +20,7 @@ from nanovllm.engine.interfaces import Handle, Runner, StepObserver
 from nanovllm.engine.interrupt import HoldInterrupt
 from nanovllm.engine.output import ParseOutput, make_output
 from nanovllm.engine.plan import StepResult
+from nanovllm.engine.pooling import LAST_TOKEN, Pooling
 from nanovllm.engine.scheduled_step import ScheduledStep
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import MASK_64, Request, Sequence, check_request, derive_seed
@@ -46,10 +47,12 @@ class ModelFacts:
     """Tells an engine about its model.
 
     Attributes:
-        embedding_size: the number of elements of a hidden state.
+        embedding_size: the number of elements of a prompt's vector.
         has_lm_head: False for a model that only embeds.
         eos_token_ids: the token ids that end a sequence, unless its request ignores them.
         default_params: the parameters of requests that give none.
+        refused_defaults: why there are no such parameters; "" if there are.
+        pooling: makes the vectors of prompts that are embedded.
         origin: the model's folder, or the name of a preset (a configuration without weights).
         stamps: the checkpoint's files as they were when they were read, each with its size and the time of its last
             change: see `stamp_checkpoint`.
@@ -59,8 +62,16 @@ class ModelFacts:
     has_lm_head: bool = True
     eos_token_ids: frozenset[int] = frozenset()
     default_params: SamplingParams = field(default_factory=SamplingParams)
+    refused_defaults: str = ""
+    pooling: Pooling = LAST_TOKEN
     origin: Path | str = ""
     stamps: tuple[tuple[Path, int, int, int], ...] = ()
+
+    def find_defaults(self) -> SamplingParams:
+        """Return `default_params`; ValueError if the model's files ask for what the engine does not have."""
+        if self.refused_defaults:
+            raise ValueError(self.refused_defaults)
+        return self.default_params
 
 
 class LLMEngine:
@@ -150,11 +161,13 @@ class LLMEngine:
                 allowed.
         """
         self.claim.check_process()  # in a forked process `editor` might wait for ever for its lock
-        params = self.facts.default_params if params is None else params
+        params = self.facts.find_defaults() if params is None else params
         if not isinstance(params, SamplingParams):
             raise ValueError(f"sampling_params is {quote(params)}; it must be a SamplingParams")
         if not self.facts.has_lm_head and not params.embed:
             raise ValueError("this model has no LM head, so it can only embed: use embed()")
+        if params.embed:
+            self.facts.pooling.check(len(token_ids))
         params = params.clone()  # the caller may change the original while the request runs
         check_request(token_ids, params, self.tokenizer is not None, self.config.vocab_size, self.config.max_model_len)
         # `refused_params` has the fields of `SamplingValues` (ops/sample.py) that the backend's sampler does not read.
@@ -207,6 +220,7 @@ class LLMEngine:
             lead=lead,
             prompt=request.prompt,
             reason=request.reason,
+            pooled=self.facts.pooling.choose_states(len(prompt)) if params.embed else None,
         )
         self.scheduler.add(seq)
         return seq
@@ -409,7 +423,7 @@ class LLMEngine:
 
     def make_output(self, seq: Sequence) -> Output:
         """Return the output of a request that has ended, with all its completions. `seq` is the first completion."""
-        return make_output(seq, self.tokenizer, self._parse)
+        return make_output(seq, self.tokenizer, self._parse, self.facts.pooling)
 
     def observe(self, observer: StepObserver) -> None:
         """Tell an observer about every step from now on."""

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterable
 
+from nanovllm.engine.pooling import LAST_TOKEN, Pooling
 from nanovllm.engine.sequence import Sequence
 from nanovllm.outputs import Completion, Logprob, Output, RequestMetrics
 from nanovllm.text.tokenizer import Tokenizer
@@ -11,14 +12,17 @@ ParseOutput = Callable[[Sequence, Output], None]
 """Reads more out of the output of one completion than its text. It changes the output."""
 
 
-def make_output(seq: Sequence, tokenizer: Tokenizer | None, parse: ParseOutput | None = None) -> Output:
+def make_output(
+    seq: Sequence, tokenizer: Tokenizer | None, parse: ParseOutput | None = None, pooling: Pooling = LAST_TOKEN
+) -> Output:
     """Make the Output of a prompt whose completions have all ended.
 
     Args:
         seq: the first completion; with n > 1, seq.others are the rest.
         parse: called with each completion and its output; None: there is only text.
+        pooling: makes the vector of a prompt that was embedded.
     """
-    outputs = [_make_single(one, tokenizer, parse) for one in (seq, *seq.others)]
+    outputs = [_make_single(one, tokenizer, parse, pooling) for one in (seq, *seq.others)]
     output = outputs[0]
     output.request_id = str(seq.seq_id)
     output.metrics = RequestMetrics(seq.times[0], seq.times[1] if len(seq.times) > 1 else None, time.time())
@@ -29,7 +33,7 @@ def make_output(seq: Sequence, tokenizer: Tokenizer | None, parse: ParseOutput |
     return output
 
 
-def _make_single(seq: Sequence, tokenizer: Tokenizer | None, parse: ParseOutput | None) -> Output:
+def _make_single(seq: Sequence, tokenizer: Tokenizer | None, parse: ParseOutput | None, pooling: Pooling) -> Output:
     output = Output(
         text=read_text(seq, tokenizer),
         token_ids=seq.output_token_ids,
@@ -46,7 +50,7 @@ def _make_single(seq: Sequence, tokenizer: Tokenizer | None, parse: ParseOutput 
         output["prompt_logprobs"] = seq.scores.logprobs
         set_decoder(seq.scores.logprobs, tokenizer)
     if seq.scores is not None and seq.scores.embedding is not None:
-        output["embedding"] = seq.scores.embedding
+        output["embedding"] = pooling.finish(seq.scores.embedding, seq.num_prompt_tokens)
     if seq.error is not None:
         output["error"] = seq.error
     if parse is not None:

@@ -44,7 +44,7 @@ LAST_TOKEN = -1
 FAILED = -1
 """A value of `StepResult.token_ids`: the logits were not a valid distribution."""
 EMBED = -1
-"""A value of `StepPlan.targets`: it asks for the hidden state of the prompt's last token, and not for a score."""
+"""A value of `StepPlan.targets`: it asks for the hidden state of a token of the prompt, and not for a score."""
 NO_LOGPROBS = -1
 """A value of num_logprobs and num_prompt_logprobs in ROW_SAMPLING: the request asks for none."""
 NOWHERE = -1
@@ -54,6 +54,7 @@ NOWHERE = -1
 NO_TARGETS: IntArray = np.empty(0, np.int32)
 NO_ENTRIES: IntArray = np.empty((0, 3), np.int32)
 NO_NEW_ROWS: NDArray[Any] = np.empty(0, ROW_SAMPLING)
+NO_EMBEDDINGS: FloatArray = np.empty((0, 0), np.float32)
 
 
 class StepPlan(NamedTuple):
@@ -94,7 +95,8 @@ class StepPlan(NamedTuple):
         token_ids: int32 [num_tokens], the ids of the tokens to compute, sequence after sequence. The drafts of a
             sequence are its last ids. LAST_TOKEN stands for the token that the device sampled last for the row.
         targets: int32 [sum of num_scored], sequence after sequence: the prompt tokens whose log-probability is wanted.
-            The last target may be the first token of the next chunk. EMBED stands for a hidden state.
+            The last target may be the first token of the next chunk. EMBED stands for a hidden state: that of the token
+            whose logits would score a target in its place.
         block_entries: int32 [n, 3], new (row, index, block) entries of the block tables.
         new_rows: ROW_SAMPLING [n], the sampling values of rows that have a new owner.
     """
@@ -232,7 +234,7 @@ class StepResult:
         token_ids: int32 [sum of the plan's num_sampled]; FAILED if the logits were not a valid distribution.
         logprobs: {index in token_ids: {token id: log-probability}}, only for requests that asked for them.
         scores: {token id: log-probability} of each of the plan's targets that is a token.
-        embeddings: float32 [hidden] of each target that is EMBED.
+        embeddings: float32 [n, hidden], the hidden states of the n targets that are EMBED.
         prepare_seconds: how long the host took to pack the plan and send it to the device.
         device_seconds: how long the device worked on the step. In a pipeline, where each rank has some of the layers,
             this is how long rank 0 computed its own layers.
@@ -241,6 +243,6 @@ class StepResult:
     token_ids: IntArray
     logprobs: Mapping[int, dict[int, Logprob]] = field(default_factory=dict)
     scores: Seq[dict[int, Logprob]] = ()
-    embeddings: Seq[FloatArray] = ()
+    embeddings: FloatArray = field(default_factory=lambda: NO_EMBEDDINGS)
     prepare_seconds: float = 0.0
     device_seconds: float = 0.0

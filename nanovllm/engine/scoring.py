@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nanovllm.engine.plan import EMBED, IntArray, StepResult
+from nanovllm.engine.pooling import add_states
 from nanovllm.engine.rows import Rows
 from nanovllm.engine.sequence import Sequence
 from nanovllm.outputs import FinishReason, Logprob
@@ -24,13 +25,16 @@ class PromptScores:
     def __init__(self, seq: Sequence) -> None:
         params = seq.params
         first = seq.num_prompt_tokens if params.prompt_logprobs is None else max(params.prompt_logprob_start, 1)
+        if params.embed:
+            first = seq.pooled.start + 1
         self.next_target = first
         """Index of the first prompt token whose score is wanted and is not planned yet. It is at least the number of
-        prompt tokens if none is left to score."""
+        prompt tokens if none is left to score. If the prompt is embedded, it is 1 + the index of the first token whose
+        hidden state is wanted and not planned yet: the score of the next token would need this state, too."""
         self.logprobs: list[dict[int, Logprob] | None] = [None] * first
         """{token id: log-probability} per prompt token whose score was read. Tokens that are not scored have None."""
-        self.embedding: NDArray[np.float32] | None = None
-        """The hidden state of the last prompt token, float32 [hidden], if params.embed asks for it and it was read."""
+        self.embedding: NDArray[np.float64] | None = None
+        """The sum of the wanted hidden states that were read, float64 [hidden]; None before the first one."""
 
 
 class Scored(NamedTuple):
@@ -92,8 +96,8 @@ class Scoring:
                 del self.seqs[row]
             if not seq.params.embed:
                 own = seq.token_ids[seq.scores.next_target : min(end + 1, seq.num_prompt_tokens)]
-            elif end == seq.num_needed:
-                own = array("i", [EMBED])
+            elif end >= seq.scores.next_target:
+                own = array("i", [EMBED]) * (end + 1 - seq.scores.next_target)
             else:
                 continue
             targets.extend(own)
@@ -110,12 +114,14 @@ class Scoring:
         """
         ending: list[tuple[Sequence, FinishReason]] = []
         scores = iter(result.scores)
-        embeddings = iter(result.embeddings)
+        num_states = 0
         for seq, num_targets, is_last in scored:
             assert seq.scores is not None
             own: list[dict[int, Logprob]] = []
             if seq.params.embed:
-                seq.scores.embedding = next(embeddings)
+                states = result.embeddings[num_states : num_states + num_targets]
+                num_states += num_targets
+                seq.scores.embedding = add_states(seq.scores.embedding, states)
                 is_good = bool(np.isfinite(seq.scores.embedding).all())
             else:
                 own.extend(islice(scores, num_targets))

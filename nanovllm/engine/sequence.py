@@ -105,7 +105,13 @@ class Sequence:
         lead: "Sequence | None" = None,
         prompt: str | None = None,
         reason: str = "",
+        pooled: range | None = None,
     ) -> None:
+        """
+        Args:
+            pooled: if the prompt is embedded, the indices of the tokens whose hidden states its vector is made of. None
+                stands for the last token.
+        """
         self.seq_id = seq_id
         self.reason = reason
         """Why the request has its place in the order: see `Request.reason`."""
@@ -120,10 +126,13 @@ class Sequence:
         # The outer max() is for a prompt that is only scored: it may have one token more than max_model_len.
         self.limit = max(min(self.num_prompt_tokens + max_tokens, max_model_len), self.num_prompt_tokens)
         """Prompt and output together have at most this many tokens."""
-        self.num_needed = self.num_prompt_tokens if params.embed else max(self.limit - 1, 1)
-        """At most this many tokens are computed. A prompt that is embedded is computed whole. Otherwise the last of
-        `limit` tokens is not computed: no token follows it, and its own score comes from the logits of the token before
-        it. The least value is 1, so that a prompt of one token that is only scored takes part in one step."""
+        self.pooled = range(self.num_prompt_tokens - 1, self.num_prompt_tokens) if pooled is None else pooled
+        """If the prompt is embedded, the indices of the tokens whose hidden states its vector is made of."""
+        self.num_needed = self.pooled.stop if params.embed else max(self.limit - 1, 1)
+        """At most this many tokens are computed. A prompt that is embedded is computed up to the last hidden state that
+        is wanted. Otherwise the last of `limit` tokens is not computed: no token follows it, and its own score comes
+        from the logits of the token before it. The least value is 1, so that a prompt of one token that is only scored
+        takes part in one step."""
         self.scores: PromptScores | None = None
         """The scores or the embedding of the prompt; None if the request asks for neither. `Scoring` sets it."""
         self._eos_ids = frozenset[int]() if params.ignore_eos else eos_token_ids
@@ -175,8 +184,9 @@ class Sequence:
     def max_cached_tokens(self) -> int:
         """The prefix cache may supply at most this many tokens; all later tokens are computed.
 
-        The token before the first scored token must be computed, because its logits are needed. If nothing is scored,
-        the last token must be computed: the output is sampled from its logits.
+        The token before the first scored token must be computed, because its logits are needed, and so must the first
+        token whose hidden state is wanted. If nothing is scored, the last token must be computed: the output is sampled
+        from its logits.
         """
         if self.scores is not None and self.scores.next_target < self.num_prompt_tokens:
             return self.scores.next_target - 1

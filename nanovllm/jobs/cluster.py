@@ -57,6 +57,7 @@ def _answer(work: OpenJob, num_actors: int) -> None:
         raise ValueError("with --ray the input must be a file or a folder: a pipe cannot be read twice")
     if config.trace is not None:
         raise ValueError("trace is a file of one engine: leave it out with --ray")
+    work.check_adapters(are_allowed=False)
     size = lines_per_part(work.num_left)
     num_seqs = (config.max_num_seqs or DEFAULT_NUM_SEQS) * config.data_parallel_size
     with _cluster(config, num_actors) as on_gpu, work.counts.show(lambda: vars(work.counts)):

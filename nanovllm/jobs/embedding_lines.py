@@ -12,6 +12,7 @@ from nanovllm.uses.embedding import EMBEDDING_PARAMS, check_dimensions, read_emb
 from nanovllm.utils.checks import as_choice, refuse, refuse_unknown
 
 if TYPE_CHECKING:
+    from nanovllm.engine.pooling import Pooling
     from nanovllm.engine.sequence import Request
     from nanovllm.llm import LLM
     from nanovllm.outputs import Output
@@ -59,18 +60,19 @@ def _are_token_ids(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(type(i) is int for i in value)
 
 
-def make_embedding_line(line: RequestLine, outputs: "list[Output]", model_name: str) -> ResultLine:
+def make_embedding_line(line: RequestLine, outputs: "list[Output]", model_name: str, pooling: "Pooling") -> ResultLine:
     """Return the result of a line whose requests have all ended.
 
     Args:
         outputs: the outputs of its inputs, in their order.
+        pooling: that of the model.
     """
     for output in outputs:
         if output.error is not None:
             return make_error_line(line.number, LineError("engine_error", output.error, line.custom_id))
     data = []
     for i, output in enumerate(outputs):
-        vector = read_embedding(output, line.body.get("dimensions")).embedding
+        vector = read_embedding(output, pooling, line.body.get("dimensions")).embedding
         is_packed = line.body.get("encoding_format") == "base64"
         # OpenAI's clients read base64 as float32, the least significant byte first.
         value = base64.b64encode(vector.astype(np.dtype("<f4")).tobytes()).decode() if is_packed else vector.tolist()

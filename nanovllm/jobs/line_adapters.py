@@ -1,6 +1,6 @@
 """The LoRA adapters that the lines of a job name: see uses/adapters.py."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from nanovllm.jobs.request_lines import LineError, RequestLine
@@ -14,14 +14,22 @@ if TYPE_CHECKING:
 class LineAdapters:
     """Brings the adapter of each line into the engine's weights, before its requests run."""
 
-    def __init__(self, llm: "LLM", note: Callable[[Mapping[str, str]], None], are_allowed: bool = True) -> None:
+    def __init__(
+        self,
+        llm: "LLM",
+        note: Callable[[Mapping[str, str]], None],
+        earlier: Container[str] = (),
+        are_allowed: bool = True,
+    ) -> None:
         """
         Args:
             note: is called with {folder: digest} before the first line that names an adapter.
+            earlier: the folders of the adapters that earlier answers had.
             are_allowed: False with --ray.
         """
         self._llm = llm
         self._note = note
+        self._earlier = earlier
         self._are_allowed = are_allowed
         self._adapters: Adapters | None = None
         """None until a line has named an adapter."""
@@ -29,9 +37,13 @@ class LineAdapters:
         """{folder: its adapter, or why there is none}."""
 
     def change(self, line: RequestLine) -> Iterator[None]:
-        """Bring the adapter of a line into the weights, and yield None until that can be done. LineError if it is bad.
+        """Bring the adapter of a line into the weights, and yield None until that can be done.
 
         Once a line has had an adapter, lines without one bring back the model as it was loaded.
+
+        Raises:
+            LineError: the adapter is bad.
+            RuntimeError: the adapter is bad, and earlier answers had it: the line can be answered when it is mended.
         """
         folder = line.body.get("lora")
         if folder is None and self._adapters is None:
@@ -54,6 +66,8 @@ class LineAdapters:
             adapters = find_adapters(self._llm, "lora")
             found = adapters.find(folder, "lora")
         except ValueError as error:
+            if folder in self._earlier:
+                raise RuntimeError(f"an adapter that earlier answers had cannot be read any more: {error}") from error
             return str(error)
         self._note({folder: found.root.hex()})
         self._adapters = adapters

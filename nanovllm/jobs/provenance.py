@@ -10,8 +10,8 @@ from nanovllm.version import __version__
 if TYPE_CHECKING:
     from nanovllm.engine.llm_engine import LLMEngine
 
-MODEL = ("*.json", "*.txt", "*.jinja", "*.safetensors")
-"""The files that configure a model, its tokenizer and its chat template, and its shards."""
+MODEL = ("*.json", "*.txt", "*.jinja", "*.safetensors", "*_Pooling/*.json", "*_Dense/*.json", "*_Dense/*.safetensors")
+"""The files that configure a model, its tokenizer, its chat template and its vectors, and its shards."""
 
 
 def read_provenance(engine: "LLMEngine") -> dict[str, str]:

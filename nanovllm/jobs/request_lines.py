@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from nanovllm.engine.sequence import derive_seed
 from nanovllm.jobs.job import DEFAULTS
 from nanovllm.jobs.source import Line
+from nanovllm.sampling_params import change_defaults
 from nanovllm.utils.checks import as_choice, as_integer, quote, refuse, refuse_unknown
 
 if TYPE_CHECKING:
@@ -172,11 +173,12 @@ def prepare_request(line: RequestLine, llm: "LLM", model_name: str) -> "Request"
 
     Raises:
         LineError: a field is wrong, or the engine refuses the request.
+        ValueError: no line can be answered, because the model's files ask for what the engine does not have.
     """
+    defaults = llm.get_default_sampling_params()
     try:
         body = _check_body(line, model_name)
         sampling = {name: body[name] for name in _SAMPLING if name in body}
-        sampling.setdefault("seed", derive_seed(llm.engine.config.seed, line.custom_id or str(line.number)))
         sampling["logprobs"] = read_num_logprobs(line)
         sampling["structured_outputs"] = read_structured_outputs(line)
         if body.get("echo"):
@@ -185,7 +187,9 @@ def prepare_request(line: RequestLine, llm: "LLM", model_name: str) -> "Request"
             sampling["max_tokens"] = body["max_completion_tokens"]
         elif line.custom_id is not None:
             sampling.setdefault("max_tokens", llm.max_model_len if line.is_chat else 16)
-        params = replace(llm.get_default_sampling_params(), **sampling)
+        params = change_defaults(defaults, sampling)
+        if params.seed is None:
+            params.seed = derive_seed(llm.engine.config.seed, line.custom_id or str(line.number))
         if line.is_chat:
             for name in body.get("chat_template_kwargs", ()):
                 # A line may set variables of the model's template, but bring no template: a template is a program.

@@ -60,6 +60,7 @@ def answer_lines(
     stream: "Callable[[Iterable[Any]], Iterator[tuple[int, Output]]] | None" = None,
     admission: "Admission | None" = None,
     note_adapters: Callable[[Mapping[str, str]], None] = lambda found: None,
+    earlier_adapters: Container[str] = (),
 ) -> None:
     """Answer every line that is not done. Lines are read lazily, and written in the order in which they end.
 
@@ -70,9 +71,10 @@ def answer_lines(
         stream: runs the requests; None means `llm.run_requests`.
         admission: reads further ahead, and chooses the next line; None keeps the given order.
         note_adapters: is called with {folder: digest} before the first line that names an adapter.
+        earlier_adapters: the folders of the adapters that earlier answers had.
     """
     ids = DigestSet()
-    adapters = LineAdapters(llm, note_adapters, are_allowed=stream is None)
+    adapters = LineAdapters(llm, note_adapters, earlier_adapters, are_allowed=stream is None)
     running: dict[int, tuple[_RunningLine, int]] = {}
     """For each request that the engine has: its line, and its position among the requests of that line."""
 
@@ -126,7 +128,7 @@ def answer_lines(
             running_line, position = running.pop(index)
             running_line.outputs[position] = output
             if len(running_line.outputs) == running_line.num_requests:
-                write(_make_result(running_line, model_name, llm.token_text))
+                write(_make_result(running_line, model_name, llm))
 
 
 class _RunningLine(NamedTuple):
@@ -138,18 +140,23 @@ class _RunningLine(NamedTuple):
 
 
 def prepare_line(line: RequestLine, llm: "LLM", model_name: str) -> "list[Request]":
-    """Return the requests of a line: several if it asks for several embeddings. LineError if the line is wrong."""
+    """Return the requests of a line: several if it asks for several embeddings.
+
+    Raises:
+        LineError: the line is wrong.
+        ValueError: see `prepare_request`.
+    """
     if line.is_embedding:
         return prepare_embeddings(line, llm, model_name)
     return [prepare_request(line, llm, model_name)]
 
 
-def _make_result(running: _RunningLine, model_name: str, token_text: Callable[[int], str]) -> ResultLine:
+def _make_result(running: _RunningLine, model_name: str, llm: "LLM") -> ResultLine:
     """Return the result of a line whose requests have all ended."""
     outputs = [running.outputs[i] for i in range(running.num_requests)]
     if running.line.is_embedding:
-        return make_embedding_line(running.line, outputs, model_name)
-    return make_result_line(running.line, outputs[0], model_name, token_text)
+        return make_embedding_line(running.line, outputs, model_name, llm.engine.facts.pooling)
+    return make_result_line(running.line, outputs[0], model_name, llm.token_text)
 
 
 def load_llm(config: EngineConfig) -> "LLM":
@@ -213,6 +220,37 @@ class OpenJob:
             raise RuntimeError(f"line {result.number} was answered twice")
         self._results.append(result.line)
         self.counts.count(result)
+
+    def check_adapters(self, are_allowed: bool) -> None:
+        """Check that each adapter of earlier answers is there, if a line without a result names it.
+
+        Otherwise each of these lines would become an error, and an error is a result: it stays when the adapter comes
+        back.
+
+        Args:
+            are_allowed: False if this run can have no adapter at all.
+
+        Raises:
+            ValueError: an adapter is not there, or not allowed. The message has the number of a line that names it.
+        """
+        lost = {}
+        for folder in self.manifest.adapters:
+            lacking = find_lacking(Path(folder).expanduser())
+            if not are_allowed:
+                lost[folder] = "an engine with --ray or --replicas has no adapters: leave these options out"
+            elif lacking is not None:
+                lost[folder] = f"the folder has no {lacking} now: bring it back, or give --overwrite to start anew"
+        for line in Reading(self.source) if lost else ():
+            if line.number in self.done:
+                continue
+            try:
+                named = read_request_line(line).body.get("lora")
+            except LineError:
+                continue
+            if isinstance(named, str) and named in lost:
+                raise ValueError(
+                    f"line {line.number} names the adapter {quote(named)}, which earlier answers had, and {lost[named]}"
+                )
 
     def check_complete(self, numbers: LineSet, digest: InputDigest) -> None:
         """Check that the input did not change during the run, and that each of its lines has a result.
@@ -288,6 +326,7 @@ def run_job(job: Job) -> Status:
 
 
 def _answer_here(work: OpenJob) -> None:
+    work.check_adapters(are_allowed=work.job.config.data_parallel_size == 1)
     reading = Reading(work.source)
     first = work.first_reading
     lines = (line for line in reading if first is None or line.number in first.numbers)
@@ -296,9 +335,10 @@ def _answer_here(work: OpenJob) -> None:
         work.counts.load_seconds = time.perf_counter() - since
         llm.engine.observers.append(bar)
         work.manifest.check_engine(read_provenance(llm.engine))
-        # A finished adapter may be gone. If a line still names it, that is an error of the line.
+        # An adapter that no line needs any more may be gone: `OpenJob.check_adapters` has checked the others.
         present = [folder for folder in work.manifest.adapters if find_lacking(Path(folder).expanduser()) is None]
-        work.manifest.check_adapters({folder: digest_adapter(folder) for folder in present})
+        earlier = {folder: digest_adapter(folder) for folder in present}
+        work.manifest.check_adapters(earlier)
         admission = None
         if first is not None and work.job.config.order == "auto":  # whoever writes into a pipe may wait for answers
             from nanovllm.uses.admission import Admission
@@ -315,8 +355,11 @@ def _answer_here(work: OpenJob) -> None:
                 work.done,
                 admission=admission,
                 note_adapters=work.manifest.check_adapters,
+                earlier_adapters=earlier,
             )
         except ValueError as error:  # no line can cause it, and supervise() takes a ValueError for a usage error
+            if len(work.done) == work.counts.num_earlier:
+                raise
             raise RuntimeError(str(error)) from error
     work.check_complete(reading.numbers, reading.digest)
 

@@ -13,11 +13,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def _names(text: str) -> frozenset[str]:
+def list_names(text: str) -> frozenset[str]:
+    """Return the names that stand in a text, with white space between them."""
     return frozenset(text.split())
 
 
-READ = _names(
+READ = list_names(
     """
     architectures model_type auto_map quantization_config compression_config dtype eos_token_id
     hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim vocab_size
@@ -30,12 +31,12 @@ READ = _names(
 )
 """The keys that the engine reads."""
 
-TRANSLATED = _names(
+TRANSLATED = list_names(
     "torch_dtype rope_scaling use_sliding_window max_window_layers num_local_experts full_attention_interval"
 )
 """The keys that transformers turns into keys that the engine reads."""
 
-HARMLESS = _names(
+HARMLESS = list_names(
     """
     _name_or_path transformers_version id2label label2id num_labels problem_type return_dict
     use_cache output_attentions output_hidden_states bos_token_id pad_token_id
@@ -59,6 +60,8 @@ def check_keys(data: Mapping[str, Any], config: "PretrainedConfig", source: str)
     Raises:
         ValueError: a key that is not in the lists above differs from the default of the family's configuration.
     """
+    if not getattr(config, "is_causal", True):
+        raise ValueError(f"{source}: is_causal is false; attention to later tokens is not supported")
     defaults = type(config)().to_dict()
     others = sorted(data.keys() - KNOWN)
     changed = [name for name in others if name in defaults and getattr(config, name, None) != defaults[name]]

@@ -10,7 +10,14 @@ QUANTIZATION_CONFIGS = ["quantize_config.json", "quant_config.json", "hf_quant_c
 """The files of older tools with the settings of quantisation. Newer ones write them into config.json."""
 CONFIGS = ["config.json", "generation_config.json", *QUANTIZATION_CONFIGS]
 TOKENIZER = ["tokenizer*", "vocab.json", "merges.txt", "added_tokens.json", "special_tokens_map.json", "chat_template*"]
-PATTERNS = ["*.safetensors", "*.safetensors.index.json", *CONFIGS, *TOKENIZER]
+POOLING = [
+    "modules.json",
+    "*sentence_*.json",
+    "*_Pooling/config.json",
+    "*_Dense/config.json",
+    "*_Normalize/config.json",
+]
+PATTERNS = ["*.safetensors", "*.safetensors.index.json", *CONFIGS, *TOKENIZER, *POOLING]
 """The files of a repository that are downloaded."""
 
 

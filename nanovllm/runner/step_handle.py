@@ -8,7 +8,7 @@ from torch import Tensor
 
 from nanovllm.backends import Backend
 from nanovllm.backends.steps import Stopwatch
-from nanovllm.engine.plan import StepPlan, StepResult
+from nanovllm.engine.plan import NO_EMBEDDINGS, StepPlan, StepResult
 from nanovllm.outputs import Logprob
 from nanovllm.runner.logprobs import Logprobs
 
@@ -58,5 +58,5 @@ class StepHandle:
                 found, asking = self._logprobs
                 indices = np.searchsorted(self._kept, asking).tolist()  # among the samples that are kept
                 logprobs = dict(zip(indices, found.read(every_sample[asking]), strict=True))
-        targets = ([], []) if self._targets is None else self._targets.read()
+        targets = ([], NO_EMBEDDINGS) if self._targets is None else self._targets.read()
         return StepResult(token_ids, logprobs, *targets, prepare_seconds, device_seconds)

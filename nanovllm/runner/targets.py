@@ -1,11 +1,11 @@
-"""The targets of a step: prompt tokens whose log-probabilities are wanted, and prompts that are embedded."""
+"""The targets of a step: prompt tokens whose log-probabilities are wanted, or whose hidden states."""
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
 from nanovllm.backends import Backend
-from nanovllm.engine.plan import EMBED, FloatArray, IntArray, StepPlan
+from nanovllm.engine.plan import EMBED, NO_EMBEDDINGS, FloatArray, IntArray, StepPlan
 from nanovllm.models.decoder import Decoder
 from nanovllm.outputs import Logprob
 from nanovllm.runner.head_inputs import HeadInputs
@@ -39,10 +39,13 @@ class Targets:
             pieces = pair_logits(scoring, token_ids, lambda some: model.compute_logits(hidden[some]))
             self._scores = Logprobs(pieces, counts, backend)
 
-    def read(self) -> tuple[list[dict[int, Logprob]], list[FloatArray]]:
-        """Return the scores and the embeddings, each in the plan's order. The device must have ended the step."""
+    def read(self) -> tuple[list[dict[int, Logprob]], FloatArray]:
+        """Return the scores, and the hidden states, float32 [n, hidden], each in the plan's order.
+
+        The device must have ended the step.
+        """
         scores = [] if self._scores is None else self._scores.read(self._token_ids)
-        return scores, [] if self._embeddings is None else [*self._embeddings.numpy()]
+        return scores, NO_EMBEDDINGS if self._embeddings is None else self._embeddings.numpy()
 
 
 def find_targets(plan: StepPlan) -> NDArray[np.intp]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm.text.prompts import Message, name_errors
-from nanovllm.text.tokenizer import Tokenizer, explain_missing
+from nanovllm.text.tokenizer import Tokenizer, explain_no_tokenizer
 from nanovllm.utils.checks import as_choice, quote
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
@@ -50,7 +50,7 @@ def render_conversations(
     for i, conversation in enumerate(conversations):
         with name_errors("conversation", i, len(conversations)):
             if tokenizer is None:
-                raise ValueError(f"{explain_missing(origin)}, so no chat template; use generate() with token ids")
+                raise ValueError(f"{explain_no_tokenizer(origin)}, so no chat template; use generate() with token ids")
             messages = read_conversation(conversation)
             if not tokenizer.template_tokenizer.chat_template and options.get("chat_template") is None:
                 raise ValueError(

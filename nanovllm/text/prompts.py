@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
-from nanovllm.text.tokenizer import Tokenizer, explain_missing
+from nanovllm.text.tokenizer import Tokenizer, explain_no_tokenizer
 from nanovllm.utils.checks import as_integer, quote
 
 BATCH = 256
@@ -159,7 +159,7 @@ def tokenise_prompts(
             text, token_ids = read_prompt(prompt)
             if text is not None and token_ids is None:
                 if tokenizer is None:
-                    raise ValueError(f"the prompt is a string, and {explain_missing(origin)}; or pass token ids")
+                    raise ValueError(f"the prompt is a string, and {explain_no_tokenizer(origin)}; or pass token ids")
                 tokenizer.check(text)
                 texts.append((i, text))
             done.append(TokenisedPrompt(text, token_ids or []))

@@ -26,7 +26,7 @@ CONVERSIONS = {
 """Files of tokenizers that cannot be read, each with the arguments with which transformers converts it."""
 
 
-def explain_missing(origin: Path | str) -> str:
+def explain_no_tokenizer(origin: Path | str) -> str:
     """Return why a model has no tokenizer: it must be converted first, or there is none.
 
     Args:

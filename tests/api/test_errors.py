@@ -203,7 +203,7 @@ BAD_VALUES: list[tuple[str, Any, str]] = [
     ("min_tokens", 65, "at most max_tokens=64"),
     *(("logit_bias", value, "dict") for value in ([1], "a", 5)),
     *(("allowed_token_ids", value, "list") for value in (5, "ab")),
-    *(("bad_words", value, "strings") for value in ("ab", [""], [5], 5)),
+    *(("bad_words", value, "strings") for value in ("ab", [""], [5], 5, [[]])),
     *((name, 0, "True or False") for name in ("detokenize", "include_stop_str_in_output")),
     *(("ignore_eos", value, "True or False") for value in ("yes", None, 2)),
     *(("skip_special_tokens", value, "True or False") for value in ("no", None)),

@@ -459,6 +459,36 @@ def test_a_models_own_repetition_penalty_is_the_default(folder: Path, tmp_path: 
     assert default == tokens(llm, SamplingParams(0, repetition_penalty=1.4))
 
 
+FORBIDDEN = {
+    "bad_words_ids": {"bad_words_ids": True},
+    "suppress_tokens": {"suppress_tokens": True},
+    "min_new_tokens": {"min_new_tokens": 20},
+    "all": {"bad_words_ids": True, "suppress_tokens": True, "min_new_tokens": 20},
+}
+
+
+@pytest.mark.parametrize("name", FORBIDDEN)
+@pytest.mark.parametrize("options", [{}, {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}])
+def test_what_generation_config_forbids_is_what_transformers_forbids(
+    name: str, options: dict[str, Any], folder: Path, tmp_path: Path, model: PreTrainedModel
+) -> None:
+    """Words of one to three tokens that the model would say; one begins in the prompt, and some end a sequence."""
+    plain = [generated(model, prompt) for prompt in PROMPTS]
+    ends = [plain[0][2], EOS]  # the first one would come soon
+    pairs = [[PROMPTS[1][-1], plain[1][0]], plain[1][4:6], plain[2][5:8], [plain[3][4]], [EOS], [plain[0][2]]]
+    values = {"bad_words_ids": pairs, "suppress_tokens": [plain[2][1], plain[3][0]]}
+    asked = {key: values.get(key, value) for key, value in FORBIDDEN[name].items()}
+    expected = [generated(model, prompt, eos_token_id=ends, **asked) for prompt in PROMPTS]
+    assert expected != [generated(model, prompt, eos_token_id=ends) for prompt in PROMPTS]
+    for file in folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    edit_json(tmp_path / "generation_config.json", do_sample=False, max_new_tokens=24, eos_token_id=ends, **asked)
+    with LLM(tmp_path, **SMALL | options) as other:
+        assert [output["token_ids"] for output in other.generate(PROMPTS, use_tqdm=False)] == expected
+        alone = [other.generate(prompt, use_tqdm=False)[0]["token_ids"] for prompt in PROMPTS]
+    assert alone == expected
+
+
 def test_the_sampling_of_a_request_that_is_refused_is_named(llm: LLM, random_model: Path) -> None:
     for edits, message in (
         ({"allowed_token_ids": [SIZE]}, rf"allowed_token_ids has {SIZE}; the vocabulary is 0..{SIZE - 1}"),
@@ -466,5 +496,8 @@ def test_the_sampling_of_a_request_that_is_refused_is_named(llm: LLM, random_mod
     ):
         with pytest.raises(ValueError, match=message):
             llm.generate([[1]], SamplingParams(0, **edits))
+    for word in ([SIZE], [1, -1]):
+        with pytest.raises(ValueError, match=rf"bad_words has {word[-1]}; the vocabulary is 0..{SIZE - 1}"):
+            llm.generate([[1]], SamplingParams(0, bad_words=[word]))
     with LLM(random_model, **SMALL) as without, pytest.raises(ValueError, match="bad_words need a tokenizer"):
         without.generate([[1]], SamplingParams(0, bad_words=["a"]))

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from nanovllm.config import EngineConfig
 from nanovllm.jobs.job import Job, Status
+from nanovllm.jobs.line_adapters import LineAdapters
 from nanovllm.jobs.run import answer_lines, load_llm, run_job
 from nanovllm.jobs.source import Line
 from nanovllm.models.hub import find_model
@@ -102,8 +103,14 @@ def test_a_job_resumes_and_refuses_an_adapter_whose_content_has_changed(
     out.write_bytes(b"".join(line for line in lines if json.loads(line)["custom_id"] != "2"))
     assert run(source, out) == Status.OK, "the line that is left names no adapter"
     assert texts_by_id(out) == expected
-    config.write_text(original)
     out.write_bytes(cut)
+    manifest_before = (tmp_path / "out.job.json").read_bytes()
+    caplog.clear()
+    assert run(source, out) == Status.USAGE, "a line that is left names the adapter that is missing"
+    assert "names the adapter" in caplog.text and "has no adapter_config.json now: bring it back" in caplog.text
+    config.write_text(original)
+    assert run(source, out, data_parallel_size=2) == Status.USAGE, "replicas have no adapters"
+    assert out.read_bytes() == cut and (tmp_path / "out.job.json").read_bytes() == manifest_before
     edit_json(config, lora_alpha=13)
     try:
         assert run(source, out) == Status.USAGE
@@ -112,6 +119,36 @@ def test_a_job_resumes_and_refuses_an_adapter_whose_content_has_changed(
     finally:
         config.write_text(original)
     assert "adapters." in json.loads((tmp_path / "out.job.json").read_text())["changes"][0]["differences"][0]
+
+
+def test_an_adapter_that_goes_while_a_resumed_job_runs_stops_the_job(
+    adapters: Path, expected: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = write_lines(tmp_path / "in", make_lines(adapters))
+    out = tmp_path / "out"
+    assert run(source, out) == Status.OK
+    out.write_bytes(out.read_bytes().splitlines(keepends=True)[0])
+    config = adapters / "second" / "adapter_config.json"
+    original = config.read_text()
+    monkeypatch.setattr("nanovllm.jobs.run.LineAdapters._find", remove_first(config, LineAdapters._find))
+    try:
+        assert run(source, out) == Status.BROKEN
+    finally:
+        monkeypatch.undo()
+        config.write_text(original)
+    assert not any(answer["error"] for answer in read_answers(out))
+    assert run(source, out) == Status.OK
+    assert texts_by_id(out) == expected
+
+
+def remove_first(path: Path, function: Any) -> Any:
+    """Return a function that removes a file, and then calls another function."""
+
+    def remove_and_call(*args: Any) -> Any:
+        path.unlink(missing_ok=True)
+        return function(*args)
+
+    return remove_and_call
 
 
 def test_a_wrong_adapter_is_an_error_of_its_line_alone(

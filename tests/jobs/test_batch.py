@@ -24,6 +24,7 @@ from nanovllm.jobs.compact_sets import DigestSet, LineSet
 from nanovllm.jobs.job import Status
 from nanovllm.jobs.request_lines import LineError, prepare_request, read_num_logprobs, read_request_line
 from nanovllm.jobs.source import Line
+from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.conversations import read_conversation
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -111,8 +112,36 @@ def test_the_defaults_are_openais_for_its_lines_and_the_librarys_for_plain_ones(
     assert request_of(openai_line("a", prompt="x"))[1].max_tokens == 16
     assert request_of({"prompt": "x"})[1].max_tokens == 64
     assert request_of(openai_line("a", messages=HELLO, max_completion_tokens=5))[1].max_tokens == 5
-    assert request_of({"prompt": "x", "seed": None})[1].seed == derive_seed(0, "7")
+    for line in ({"prompt": "x", "seed": None}, {"prompt": "x", "seed": -1}):
+        assert request_of(line)[1].seed == derive_seed(0, "7")
+    assert request_of(openai_line("a", prompt="x", seed=-1))[1].seed == derive_seed(0, "a")
     assert request_of({"prompt": "x"})[1].temperature == 1.0  # the model's generation_config
+
+
+def test_a_line_may_ask_for_fewer_tokens_than_the_models_defaults_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    defaults = SamplingParams(min_tokens=20, bad_words=[[5], [6, 7]])
+    monkeypatch.setattr(InstantLLM, "get_default_sampling_params", lambda llm: defaults)
+    for body, min_tokens in (({}, 20), ({"max_tokens": 3}, 3), ({"min_tokens": 0}, 0), ({"max_tokens": None}, 20)):
+        _, params = request_of({"prompt": "x", **body})
+        assert (params.min_tokens, params.bad_words) == (min_tokens, ((5,), (6, 7)))
+    assert request_of({"prompt": "x", "bad_words": ["a", [8]]})[1].bad_words == ("a", (8,))
+
+
+def test_defaults_that_cannot_be_had_stop_a_job_before_its_first_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
+) -> None:
+    """They are no error of each line: an error is a result, and stays."""
+
+    def refuse(llm: InstantLLM) -> SamplingParams:
+        raise ValueError("this engine does not have num_beams (4)")
+
+    source = write_lines(tmp_path / "in", LINES)
+    with monkeypatch.context() as patch:
+        patch.setattr(InstantLLM, "get_default_sampling_params", refuse)
+        assert run(source, tmp_path / "out") == Status.USAGE
+    assert "does not have num_beams (4)" in log.text and "Traceback" not in log.text
+    assert not (tmp_path / "out").read_bytes()
+    assert run(source, tmp_path / "out") == Status.OK
 
 
 def test_a_jobs_values_are_those_of_lines_that_have_none_and_they_belong_to_the_job(

@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import transformers
 from helpers.paths import ROOT
-from helpers.tiny import save_random
+from helpers.tiny import SMALL, save_random
 from transformers import GraniteForCausalLM
 
-from nanovllm import LLM
+from nanovllm import LLM, SamplingParams
+from nanovllm.load import read_generation_config
+from nanovllm.models import generation_keys
 from nanovllm.models.config_keys import HARMLESS, KNOWN, READ, TRANSLATED, _log_once
 from nanovllm.models.model_config import FAMILIES, Family, load_model_config
 from nanovllm.models.sizes import Sizes
@@ -465,3 +467,55 @@ def test_a_saved_configuration_with_all_its_keys_is_accepted() -> None:
     for data, _ in PUBLISHED.values():
         config = load_model_config(data, "config.json")
         load_model_config(json.loads(config.to_json_string(use_diff=False)), "rank 0")
+
+
+# ---- generation_config.json
+
+
+def test_every_key_of_generation_config_is_read_harmless_or_refused() -> None:
+    """A version of transformers with another key makes this fail: decide then what the key asks for."""
+    known = generation_keys.READ | generation_keys.HARMLESS | generation_keys.NEUTRAL.keys()
+    assert transformers.GenerationConfig().to_dict().keys() <= known
+    assert len(known) == sum(map(len, (generation_keys.READ, generation_keys.HARMLESS, generation_keys.NEUTRAL)))
+
+
+ASKED = {
+    **{"no_repeat_ngram_size": 3, "num_beams": 4, "typical_p": 0.9, "begin_suppress_tokens": [5], "min_length": 9},
+    **{"guidance_scale": 1.5, "stop_strings": ["x"], "sequence_bias": [[[5], 2.0]], "token_healing": True},
+    **{"penalty_alpha": 0.6, "epsilon_cutoff": 3e-4, "encoder_repetition_penalty": 1.2, "forced_eos_token_id": 2},
+}
+
+
+def test_defaults_that_cannot_be_had_are_refused_by_name_where_a_request_wants_them(tmp_path: Path) -> None:
+    save_random(tmp_path)
+    path = tmp_path / "generation_config.json"
+    greedy = SamplingParams(0, 2)
+    for name, value in ASKED.items():
+        path.write_text(json.dumps({name: value}))
+        with LLM(tmp_path, **SMALL) as llm:
+            message = rf"generation_config\.json: this engine does not have {name} \(.*\): give SamplingParams"
+            for use in (lambda: llm.generate([[1]]), llm.get_default_sampling_params, lambda: llm.prepare([1])):
+                with pytest.raises(ValueError, match=message):
+                    use()
+            assert llm.generate([[1]], greedy, use_tqdm=False) and llm.embed([[1]], use_tqdm=False)
+    neutral = {name: value for name, value in generation_keys.NEUTRAL.items() if name != "top_h"}
+    path.write_text(json.dumps({**neutral, "max_length": 4096, "strange": 5}))
+    with LLM(tmp_path, **SMALL) as llm:
+        assert llm.get_default_sampling_params() == SamplingParams()
+    path.write_text(json.dumps({"do_sample": False, "typical_p": 0.9}))
+    with LLM(tmp_path, **SMALL) as llm:
+        assert llm.get_default_sampling_params() == SamplingParams(0)
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        *({"top_p": 0.0}, {"top_k": 20.0}, {"repetition_penalty": 0.0}, {"max_new_tokens": -1}, {"min_new_tokens": 65}),
+        *({"bad_words_ids": [5]}, {"bad_words_ids": ["a"]}, {"suppress_tokens": ["a"]}, {"suppress_tokens": 5}),
+    ],
+    ids=str,
+)
+def test_odd_values_do_not_keep_a_model_from_loading(odd: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text(json.dumps(odd))
+    _, _, refused = read_generation_config(tmp_path)
+    assert "generation_config.json: " in refused and refused.endswith("take this file's values")

@@ -21,7 +21,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import Qwen3MoeForCausalLM
 
-from nanovllm import LLM
+from nanovllm import LLM, SamplingParams
 
 OPTIONS: dict[str, Any] = {"dtype": "float32", "max_model_len": 64, "kvcache_memory_bytes": 8 << 20}
 
@@ -266,8 +266,10 @@ def test_an_end_of_sequence_that_is_no_id_is_refused(eos: Any, folder: Path) -> 
 
 def test_odd_defaults_are_refused_with_the_name_of_their_file(folder: Path) -> None:
     edit_json(folder / "generation_config.json", temperature=-1.0)
-    with pytest.raises(ValueError, match=r"generation_config.json: temperature is -1.0"):
-        LLM(folder, **OPTIONS)
+    with LLM(folder, **OPTIONS) as llm:
+        with pytest.raises(ValueError, match=r"generation_config.json: temperature is -1.0.*: give SamplingParams"):
+            llm.generate("a")
+        assert llm.generate("a", SamplingParams(0, 2))
     edit_json(folder / "config.json", auto_map=5)
     with pytest.raises(ValueError, match="auto_map"):
         LLM(folder, **OPTIONS)

@@ -211,11 +211,17 @@ def test_a_generated_token_follows_the_models_distribution(tmp_path: Path) -> No
         assert chi_square_p(counts, exact(logits, temperature=1.2, top_k=30)) > LEAST_P
 
 
-@pytest.mark.parametrize("seed", [0, -1, 2**63, 2**64 + 5, -(10**30)])
+@pytest.mark.parametrize("seed", [0, -2, 2**63, 2**64 + 5, -(10**30)])
 def test_any_integer_is_a_seed(seed: int, llm: LLM) -> None:
     params = SamplingParams(seed=seed, max_tokens=8)
     first, second = llm.generate([[5, 6], [5, 6]], params, use_tqdm=False)
     assert first["token_ids"] == second["token_ids"]
+
+
+def test_minus_one_is_no_seed(llm: LLM) -> None:
+    params = SamplingParams(seed=-1, temperature=5.0, max_tokens=8)
+    outputs = llm.generate([[5, 6]] * 4, params, use_tqdm=False)
+    assert len({tuple(o["token_ids"]) for o in outputs}) == 4
 
 
 def test_seeds_that_differ_in_any_32_bits_draw_differently(llm: LLM) -> None:
