@@ -346,7 +346,9 @@ def _compile(place: Path, command: list[str]) -> Iterator[Path]:
     """
     program = [sys.executable, "-S", "-P", str(SOURCES / "builder.py"), str(place), *command]
     # A Ctrl-C of the terminal goes to this process alone. When its end of the pipe closes, the builder cleans up.
-    builder = subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, process_group=0)
+    builder = subprocess.Popen(
+        program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
     assert builder.stdin is not None and builder.stdout is not None
     try:
         answers = select.poll()
