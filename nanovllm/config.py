@@ -38,9 +38,11 @@ TOKEN_BUDGETS = {"cuda": 16384, "cpu": 2048}
 WORTH_COMPILING = 100_000_000
 """attention_backend="auto" spends the seconds that the CPU kernels take to compile on models of so many parameters."""
 
+MAX_SILENCE = 1 << 30
 MAX_NUM_SEQS = 1 << 16
 MAX_NUM_BATCHED_TOKENS = 1 << 24
-"""Upper bounds of the options: the tables on host and device are made for so many rows or tokens, used or not."""
+"""Upper bounds of the options: the tables on host and device are made for so many rows or tokens, used or not. Systems
+count seconds in 32 bits."""
 
 
 def _results(default: Any, help: str) -> Any:
@@ -85,6 +87,11 @@ class EngineConfig:
         "auto",
         "library through which the ranks talk: nccl or gloo. With gloo, several ranks can share one GPU, but slowly. "
         "auto takes nccl on a GPU and gloo on a CPU",
+    )
+    max_silence: int = _pace(
+        60,
+        "seconds without a sign of life after which a rank or a replica counts as failed, at least 5. Each gives one a "
+        "second, however long a step takes; but none while it loads a large library from a slow disk",
     )
     max_model_len: int = _results(
         4096, "most tokens of a prompt and its output together; reduced to the model's own limit if that is lower"
@@ -198,6 +205,7 @@ class EngineConfig:
                 f"tensor_parallel_size is {self.tensor_parallel_size} and pipeline_parallel_size is "
                 f"{self.pipeline_parallel_size}; only one of them may be above 1"
             )
+        check_integer("max_silence", 5, MAX_SILENCE)
         check_integer("max_model_len", 1)
         for name, most in (
             ("max_num_seqs", MAX_NUM_SEQS),
@@ -298,6 +306,7 @@ class EngineOptions(TypedDict, total=False):
     pipeline_parallel_size: int
     data_parallel_size: int
     distributed_backend: str
+    max_silence: int
     max_model_len: int
     max_num_seqs: int | None
     max_num_batched_tokens: int | None

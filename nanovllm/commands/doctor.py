@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from nanovllm.backends import NAMES
-from nanovllm.backends.cpu.library import cache_folder, find_compiler
+from nanovllm.backends.cpu.library import cache_folder, describe_danger, find_compiler
 from nanovllm.commands.estimate import fetch_config
 from nanovllm.models.sizes import Sizes
 from nanovllm.runner.resolve import (
@@ -82,7 +82,8 @@ def describe_machine() -> Iterator[tuple[str, str]]:
     yield "threads", f"{torch.get_num_threads()} in torch and the CPU kernels"
     compiler = find_compiler()
     yield "compiler", describe_compiler(compiler) if compiler else "none is found (install g++)"
-    yield "compiled kernels", str(cache_folder())
+    danger = describe_danger(cache_folder())
+    yield "compiled kernels", str(cache_folder()) if danger is None else f"not kept: {danger}"
     if not torch.cuda.is_available():
         build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPUs only"
         yield "GPU", f"none that torch can use (torch is built for {build})"

@@ -52,7 +52,8 @@ What happens when a rank dies:
                             rank 0 looks for a failure while it waits. Rank 0 raises the failure, and the engine closes.
                             While the engine closes, the same is done, but nothing is raised.
     a follower raises       It sends its traceback, which becomes the failure, and ends.
-    a follower is stopped   (SIGSTOP) After 60 s without a sign of life it counts as failed, and is killed.
+    a follower is stopped   (SIGSTOP) After max_silence seconds without a sign of life it counts as failed, and is
+                            killed.
     rank 0 is stopped       The followers wait for it, as long as it takes: Ctrl-Z and fg work.
     rank 0 is killed while  That follower ends as soon as it goes on.
     a follower is stopped

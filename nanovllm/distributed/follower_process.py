@@ -6,6 +6,7 @@ which objects go as pickles.
 
 import faulthandler
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -17,9 +18,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-SILENCE = 60
-"""A follower that gave no sign of life for so many seconds counts as failed. Usually it gives one a second; but while
-it loads a large library from a slow disk it gives none."""
+BEAT = 1.0
+"""Seconds between two signs of life. A follower or replica also looks as often whether its parent process is still the
+user's, because the socket stays open as long as a fork of that holds it."""
 POLL = 1.0
 """Seconds of one wait for a report. Silence is counted in such waits and not by the clock: when a machine goes on after
 a pause, only one wait has ended, and the followers have time to report."""
@@ -77,9 +78,32 @@ def receive_start(fd: int) -> tuple[Connection, int, Any]:
     return connection, os.getppid(), connection.recv()
 
 
-def describe_end(process: "subprocess.Popen[bytes]") -> str:
-    """Wait for the end of a process, and return how it ended."""
-    code = process.wait()
+def show_life(connection: Connection, sending: threading.Lock) -> None:
+    """Send an empty dict to the user's process, as a sign of life. Never wait for that process.
+
+    Args:
+        sending: held while anything is sent.
+    """
+    room = select.poll()  # select.select refuses large descriptors
+    room.register(connection, select.POLLOUT)
+    # If the socket is full, the user's process does not read now: it is stopped, or has no requests.
+    if room.poll(0) and sending.acquire(blocking=False):  # what is being sent is a sign of life, too
+        with suppress(OSError):  # the user's process has just ended
+            connection.send({})
+        sending.release()
+
+
+def describe_silence(process: "subprocess.Popen[bytes]", seconds: int) -> str:
+    """Return that a process has been silent for too long."""
+    return f"its process {process.pid} has given no sign of life for {seconds} s"
+
+
+def describe_end(process: "subprocess.Popen[bytes]", seconds: float | None = None) -> str:
+    """Wait for the end of a process, at most so many seconds, and return how it ended."""
+    try:
+        code = process.wait(seconds)
+    except subprocess.TimeoutExpired:  # a driver may keep it
+        return f"its process {process.pid} has closed its socket, and does not end"
     signal_names = {number.value: number.name for number in signal.Signals}
     how = f"was killed by {signal_names.get(-code, -code)}" if code < 0 else f"ended with exit status {code}"
     return f"its process {process.pid} {how}"
@@ -97,6 +121,7 @@ class FollowerProcess:
             num_threads: how many threads of the host compute.
         """
         self.rank: int = start["rank"]
+        self.max_silence: int = start["config"].max_silence
         self.stages: set[str] = set()
         """The stages that it has reported: see `worker.follow`."""
         self.watcher: threading.Thread | None = None
@@ -111,7 +136,7 @@ class FollowerProcess:
             TimeoutError: it neither reports nor ends.
         """
         num_silent = 0
-        while num_silent * POLL < SILENCE:
+        while num_silent * POLL < self.max_silence:
             try:
                 has_come = self.connection.poll(POLL)
                 report: dict[str, Any] = self.connection.recv() if has_come else {}
@@ -119,4 +144,4 @@ class FollowerProcess:
                 return
             num_silent = 0 if has_come else num_silent + 1
             yield report
-        raise TimeoutError(f"its process {self.process.pid} has given no sign of life for {SILENCE} s")
+        raise TimeoutError(describe_silence(self.process, self.max_silence))

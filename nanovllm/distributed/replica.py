@@ -7,12 +7,15 @@ It sends dicts, with new values of the attributes of `Replica`:
     {"ended": [(number, Output), ...], "stats": ...}    when requests have ended, and ten times a second
     {"is_aborting": False, "stats": ...}                after ABORT
     {"error": Exception}                                before it ends because of one
+    {}                                                  every second, as a sign of life, from a thread of its own: so
+                                                        a load or a step may take as long as it likes
 """
 
 import os
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from contextlib import closing, suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection
@@ -20,11 +23,9 @@ from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 from nanovllm.config import EngineConfig
-from nanovllm.distributed.follower_process import receive_start
+from nanovllm.distributed.follower_process import BEAT, receive_start, show_life
 
 ABORT = "abort"
-BEAT = 1.0
-"""Seconds between two looks whether the user's process is still the parent: forks of that keep the socket open."""
 INTERVAL = 0.1
 """The counts are sent at least every so many seconds while requests run."""
 
@@ -57,7 +58,14 @@ def main(fd: int) -> None:
     if start.cpus and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, start.cpus)  # before there are other threads: each inherits it
     inbox: SimpleQueue[Any] = SimpleQueue()
-    threading.Thread(target=_read_messages, args=(connection, parent, inbox), daemon=True).start()
+    threading.Thread(target=_read_messages, args=(connection, inbox), daemon=True).start()
+    sending = threading.Lock()
+    threading.Thread(target=_show_that_it_lives, args=(connection, parent, sending), daemon=True).start()
+
+    def send(**message: Any) -> None:
+        with sending:
+            connection.send(message)
+
     is_loaded = False
     try:
         # These imports load torch.
@@ -66,36 +74,42 @@ def main(fd: int) -> None:
 
         memory.share = start.memory
         with closing(load_engine(start.config)) as engine:
-            connection.send({"config": engine.config, "stats": engine.stats()})
+            send(config=engine.config, stats=engine.stats())
             is_loaded = True
-            serve(engine, connection, inbox)
+            serve(engine, send, inbox)
     except BaseException as error:
         is_mistake = isinstance(error, ValueError) and not is_loaded
         with suppress(OSError):  # the user's process does not listen any more
-            connection.send({"error": ValueError(str(error)) if is_mistake else RuntimeError(traceback.format_exc())})
+            send(error=ValueError(str(error)) if is_mistake else RuntimeError(traceback.format_exc()))
         os._exit(1)
     os._exit(0)
 
 
-def _read_messages(connection: Connection, parent: int, inbox: "SimpleQueue[Any]") -> None:
+def _show_that_it_lives(connection: Connection, parent: int, sending: threading.Lock) -> None:
+    """Send a sign of life every second until the user's process has ended, then end this one."""
+    while os.getppid() == parent:
+        show_life(connection, sending)
+        time.sleep(BEAT)
+    os._exit(1)
+
+
+def _read_messages(connection: Connection, inbox: "SimpleQueue[Any]") -> None:
     """Read all messages as they come, so that whoever sends one never waits for a step. End with the user's process."""
     message: Any = ABORT
     try:
         while message is not None:
-            while not connection.poll(BEAT):
-                if os.getppid() != parent:
-                    os._exit(1)
             message = connection.recv()
             inbox.put(message)
     except (EOFError, OSError):
         os._exit(1)
 
 
-def serve(engine: Any, connection: Connection, inbox: "SimpleQueue[Any]") -> None:
+def serve(engine: Any, send: Callable[..., None], inbox: "SimpleQueue[Any]") -> None:
     """Run the requests of the inbox until it has a None.
 
     Args:
         engine: an `LLMEngine`.
+        send: tells the user's process new values of attributes.
     """
     sent_at = 0.0
     while True:
@@ -105,12 +119,12 @@ def serve(engine: Any, connection: Connection, inbox: "SimpleQueue[Any]") -> Non
                 return
             if message == ABORT:
                 engine.abort_all()
-                connection.send({"is_aborting": False, "stats": engine.stats()})
+                send(is_aborting=False, stats=engine.stats())
                 continue
             number, token_ids, params, seed, text = message
             request = engine.prepare(token_ids, replace(params, seed=seed), text)
             engine.add(replace(request, numbers=(0, number)))  # the first number would only make a seed
         ended = [(seq.seq_id, engine.make_output(seq)) for seq in engine.step()]
         if ended or time.monotonic() > sent_at + INTERVAL:
-            connection.send({"ended": ended, "stats": engine.stats()})
+            send(ended=ended, stats=engine.stats())
             sent_at = time.monotonic()

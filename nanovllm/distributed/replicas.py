@@ -13,12 +13,15 @@ What happens when a process dies:
     a replica ends           Its socket closes, and another replica starts in its place. Its requests go to the front of
                              the queue. A request that was in two replicas when they ended then runs in one without
                              company. If that ends, too, the request is the cause: it ends with an error.
+    a replica is stopped     (SIGSTOP, swap, a driver) It counts as ended after max_silence seconds without a message.
     a replica cannot start   While the engine is made: an error, and the others end. Later it is left out.
     the user's process ends  The operating system closes its sockets. A thread of each replica sees that, and ends it.
 """
 
 import logging
 import os
+import socket
+import struct
 import time
 import weakref
 from collections import Counter
@@ -35,7 +38,7 @@ import torch
 
 from nanovllm.config import EngineConfig, ResolvedConfig
 from nanovllm.distributed.follower_group import PATIENCE
-from nanovllm.distributed.follower_process import describe_end, start_process
+from nanovllm.distributed.follower_process import BEAT, describe_end, describe_silence, start_process
 from nanovllm.distributed.replica import ABORT, Start
 from nanovllm.engine.interfaces import StepObserver
 from nanovllm.engine.llm_engine import OPEN_RUN, LLMEngine, ModelFacts
@@ -141,12 +144,47 @@ class Replica:
         """The lead of each request that it has, by number."""
         self.load = 0
         """How many rows these take, in all."""
+        self.silence = 0.0
+        """Seconds since its last message, as `ReplicaGroup.receive` counts them."""
+        self.max_silence = start.config.max_silence
         self.start = start
         self.connection, self.process = start_process("replica", start, start.variables)
+        self.limit_waits(self.max_silence)
+
+    def limit_waits(self, seconds: float) -> None:
+        """Let a read or a write fail with a BlockingIOError after so many seconds in which no byte moves.
+
+        If the process is stopped in the midst of a message, the rest never comes; and what is sent to it fills the
+        socket.
+        """
+        timeout = struct.pack("ll", int(seconds), 0)  # struct timeval
+        with socket.socket(fileno=os.dup(self.connection.fileno())) as end:
+            for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+                end.setsockopt(socket.SOL_SOCKET, option, timeout)
 
     def send(self, message: Any) -> None:
-        with suppress(OSError):  # it has ended, which `ReplicaGroup.receive` will tell
+        try:
             self.connection.send(message)
+        except BlockingIOError:  # a part may have been sent
+            self.kill_for_silence()
+        except OSError:  # it has ended, which `ReplicaGroup.receive` will tell
+            pass
+
+    def receive(self) -> bool:
+        """Take a message, and return whether the process lives."""
+        self.silence = 0.0
+        try:
+            vars(self).update(self.connection.recv())
+        except BlockingIOError:
+            self.kill_for_silence()
+            return False
+        except (EOFError, OSError):
+            return False
+        return True
+
+    def kill_for_silence(self) -> None:
+        self.error = TimeoutError(describe_silence(self.process, self.max_silence))
+        self.process.kill()
 
 
 class ReplicaGroup:
@@ -154,6 +192,8 @@ class ReplicaGroup:
 
     def __init__(self) -> None:
         self.replicas: list[Replica] = []
+        self._waited_at = time.monotonic()
+        """When `receive` last waited."""
         # Runs at the latest when this object is collected or the interpreter exits, if nobody calls close().
         self.close = weakref.finalize(self, _end_replicas, self.replicas, os.getpid())
 
@@ -173,16 +213,23 @@ class ReplicaGroup:
                     raise kind(describe_failure(replica))
 
     def receive(self) -> Iterator[tuple[Replica, bool]]:
-        """Wait for messages for a moment. Yield the replicas that have one, or have ended, and whether they live."""
-        senders: dict[Any, Replica] = {replica.connection: replica for replica in self.replicas}
-        for connection in wait(list(senders), POLL):
-            replica = senders[connection]
-            try:
-                vars(replica).update(replica.connection.recv())
-            except (EOFError, OSError):
+        """Wait for messages for a moment. Yield the replicas that have one, or have ended, and whether they live.
+
+        A replica that has been silent for too long is killed, and counts as ended.
+        """
+        silent: dict[Any, Replica] = {replica.connection: replica for replica in self.replicas}
+        senders = [silent.pop(connection) for connection in wait(list(silent), POLL)]
+        # If this process was stopped meanwhile, or busy elsewhere, messages of that time have yet to be read. So one
+        # round counts as a second at most, however long ago the last one was.
+        seconds = min(time.monotonic() - self._waited_at, BEAT)
+        self._waited_at = time.monotonic()
+        for replica in senders:
+            yield replica, replica.receive()
+        for replica in silent.values():
+            replica.silence += seconds
+            if replica.silence > replica.max_silence:
+                replica.kill_for_silence()
                 yield replica, False
-            else:
-                yield replica, True
 
     def replace(self, replica: Replica) -> None:
         """Start another process in the place of a replica that has ended; none if it had not loaded."""
@@ -194,7 +241,7 @@ class ReplicaGroup:
 
 def describe_failure(replica: Replica) -> str:
     """Return which replica has ended, and how."""
-    return f"replica {replica.number} failed: {replica.error or describe_end(replica.process)}"
+    return f"replica {replica.number} failed: {replica.error or describe_end(replica.process, PATIENCE)}"
 
 
 def _end_replicas(replicas: list[Replica], pid: int) -> None:
@@ -204,6 +251,7 @@ def _end_replicas(replicas: list[Replica], pid: int) -> None:
     for replica in replicas:
         if replica.config is None:
             replica.process.kill()
+        replica.limit_waits(PATIENCE)
         replica.send(None)
         replica.connection.close()
     deadline = time.monotonic() + PATIENCE
@@ -211,7 +259,10 @@ def _end_replicas(replicas: list[Replica], pid: int) -> None:
         with suppress(TimeoutExpired):
             replica.process.wait(max(deadline - time.monotonic(), 0))
         replica.process.kill()
-        replica.process.wait()
+        try:
+            replica.process.wait(PATIENCE)
+        except TimeoutExpired:  # a driver may keep it
+            logger.error("replica %d, process %d, cannot be killed", replica.number, replica.process.pid)
 
 
 # ---- the engine

@@ -6,7 +6,6 @@ the follower ends, too.
 """
 
 import os
-import select
 import shutil
 import threading
 import traceback
@@ -17,16 +16,12 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from nanovllm.distributed.follower_process import MEETING, receive_start
+from nanovllm.distributed.follower_process import BEAT, MEETING, receive_start, show_life
 
 if TYPE_CHECKING:
     from nanovllm.distributed.collectives import GroupParallel
     from nanovllm.distributed.ring import Ring
     from nanovllm.runner.model_runner import ModelRunner
-
-BEAT = 1.0
-"""Seconds between two signs of life. The follower also looks as often whether its parent process is still rank 0,
-because the socket stays open as long as a fork of rank 0 holds it."""
 
 
 def main(fd: int) -> None:
@@ -68,14 +63,8 @@ def _end_with_rank0(rank0: Connection, parent: int, sending: threading.Lock, mee
         sending: held while a report is sent.
         meeting: the folder where the ranks met.
     """
-    room = select.poll()  # select.select refuses large descriptors
-    room.register(rank0, select.POLLOUT)
     while os.getppid() == parent and not rank0.poll(BEAT):  # the end of the stream: rank 0 sends nothing but the start
-        # If the socket is full, rank 0 is stopped, and reads again when it goes on.
-        if room.poll(0) and sending.acquire(blocking=False):  # a report that is being sent is a sign of life, too
-            with suppress(OSError):  # rank 0 has just ended
-                rank0.send({})
-            sending.release()
+        show_life(rank0, sending)
     _end_failed(meeting)
 
 

@@ -3,6 +3,7 @@
 import logging
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -25,10 +26,13 @@ from helpers.cpu_checks import (
     rounding,
 )
 from helpers.kernel_cases import check_step_inputs, check_token_logprobs, pack_values
+from helpers.processes import is_alive, wait_for
 from helpers.tiny import draw_prompts
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.backends.cpu import backend as backend_module
+from nanovllm.backends.cpu import builder
+from nanovllm.backends.cpu import library as library_module
 from nanovllm.backends.cpu.backend import CpuBackend
 from nanovllm.backends.cpu.library import CpuLibrary, cpu_library
 from nanovllm.backends.torch_backend import OneDnnMatrix, TorchBackend
@@ -293,7 +297,7 @@ def test_what_lies_in_a_cache_that_cannot_be_written_is_used(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
     monkeypatch.setattr(Path, "mkdir", lambda *arguments, **options: pytest.fail("a folder is made"))
-    monkeypatch.setattr(tempfile, "TemporaryDirectory", lambda *arguments, **options: pytest.fail("a folder is made"))
+    monkeypatch.setattr(library_module, "_compile", lambda *arguments: pytest.fail("a library is compiled"))
     cpu_library.cache_clear()
     assert works(cpu_library())
 
@@ -330,6 +334,118 @@ def test_two_processes_that_compile_at_once_both_run_and_leave_one_library(tmp_p
     assert paths[0] == paths[1] != "" and all(process.returncode == 0 for process in both)
     (left,) = (tmp_path / "nanovllm").iterdir()
     assert left.suffix == ".so"
+
+
+def cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def change_a_byte(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def put_a_folder_in_its_place(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+    (path / "file").touch()
+
+
+def put_a_pipe_in_its_place(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def let_others_write(path: Path) -> None:
+    path.chmod(0o666)
+
+
+DAMAGES = (cut, change_a_byte, put_a_folder_in_its_place, put_a_pipe_in_its_place, let_others_write)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("quick_compiler")
+def test_a_damaged_library_is_never_loaded_and_is_compiled_anew(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    cpu_library.cache_clear()
+    path = Path(cpu_library().library._name)
+    content = path.read_bytes()
+    for damage in DAMAGES:
+        path.rename(path.with_suffix(".moved"))  # this process has loaded the file, which must not change
+        path.write_bytes(content)
+        damage(path)
+        caplog.clear()
+        cpu_library.cache_clear()
+        assert works(cpu_library())
+        assert f"compiling anew, because this file is damaged, or others may write to it: {path}" in caplog.text
+        assert path.read_bytes() == content
+        caplog.clear()
+        cpu_library.cache_clear()
+        assert works(cpu_library()) and not caplog.text, "the new one is kept"
+        path.with_suffix(".moved").unlink()
+    cpu_library.cache_clear()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("quick_compiler")
+@pytest.mark.parametrize("danger", ["mode", "owner"])
+def test_a_cache_folder_that_others_may_write_to_is_refused_by_name(
+    danger: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    folder = tmp_path / "nanovllm"
+    folder.mkdir(mode=0o700)
+    if danger == "mode":
+        folder.chmod(0o770)
+        said = f"others may write to {folder} (its mode is 770)"
+    elif os.geteuid() == 0:
+        os.chown(folder, 65534, 65534)
+        said = f"{folder} belongs to user 65534, and this is user 0"
+    else:
+        pytest.skip("only root may give a folder away")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    cpu_library.cache_clear()
+    assert works(cpu_library())
+    cpu_library.cache_clear()
+    own = Path.home() / "nanovllm-cache"
+    assert f"{said}. Make a folder that only you may write to, as with mkdir -m 700 {own}" in caplog.text
+    assert not list(folder.iterdir())
+
+
+COMPILE = "from nanovllm.backends.cpu.library import cpu_library; cpu_library()"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_the_compiler_ends_with_its_parent_and_nothing_is_left(number: signal.Signals, tmp_path: Path) -> None:
+    compiler = tmp_path / "c++"
+    compiler.write_text(
+        '#!/bin/sh\ncase "$*" in *-dM*) exit;; esac\ntouch "$TMPDIR/file"\n'
+        f"sh -c 'echo $$ > {tmp_path}/pid; sleep 300' & wait\n"
+    )
+    compiler.chmod(0o755)
+    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path), "CXX": str(compiler)}
+    process = subprocess.Popen([sys.executable, "-c", COMPILE], env=environment, stderr=subprocess.DEVNULL)
+    pid = int(wait_for(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text()))
+    assert is_alive(pid) and len(list((tmp_path / "nanovllm").iterdir())) == 1
+    process.send_signal(number)
+    process.wait(50)
+    wait_for(lambda: not is_alive(pid))
+    wait_for(lambda: not list((tmp_path / "nanovllm").iterdir()))
+
+
+def test_the_next_start_removes_what_killed_compilers_have_left_and_nothing_else(tmp_path: Path) -> None:
+    left = tmp_path / f"{builder.PREFIX}left"
+    left.mkdir()
+    (left / "library.so").touch()
+    other = tmp_path / "bench"
+    other.mkdir()
+    compiling = Path(builder.make_folder(str(tmp_path)))  # locked, as long as this process lives
+    code = "import sys; sys.path.insert(0, sys.argv[1]); from builder import *; remove_remains(Path(sys.argv[2]))"
+    subprocess.run([sys.executable, "-S", "-c", code, str(library_module.SOURCES), str(tmp_path)], check=True)
+    assert sorted(tmp_path.iterdir()) == sorted([other, compiling])
 
 
 @pytest.mark.skipif(

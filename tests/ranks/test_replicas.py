@@ -3,11 +3,13 @@
 import json
 import os
 import signal
+import struct
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
@@ -240,6 +242,129 @@ def test_the_requests_of_a_killed_replica_go_to_others_and_keep_their_tokens(
         counts = llm.stats()
         assert counts["num_blocks"] == counts["num_free_blocks"] == 48
     assert not any(map(is_alive, pids))
+
+
+def stop(replica: Replica) -> None:
+    """Stop a replica between two messages."""
+    os.kill(replica.process.pid, signal.SIGSTOP)
+
+
+def fill_its_socket(replica: Replica) -> None:
+    """Stop a replica, and send it more than its socket holds."""
+    os.kill(replica.process.pid, signal.SIGSTOP)
+    replica.send(bytes(1 << 24))
+
+
+def cut_its_message(replica: Replica) -> None:
+    """Let the begin of a message arrive, and nothing more."""
+    vars(replica)["former"] = replica.connection  # so that it stays open
+    replica.connection, theirs = Pipe()
+    vars(replica)["theirs"] = theirs
+    replica.limit_waits(2)
+    os.write(theirs.fileno(), struct.pack("!i", 100))
+
+
+@pytest.mark.slow
+@needs_two_cores
+@pytest.mark.parametrize("attack", [stop, fill_its_socket, cut_its_message])
+def test_a_replica_that_is_stopped_fails_by_its_silence_and_its_requests_go_to_others(
+    attack: Callable[[Replica], None], random_model: Path, one: LLM, caplog: pytest.LogCaptureFixture
+) -> None:
+    prompts = [[i + 1] for i in range(40)]
+    params = [SamplingParams(temperature=1.0, max_tokens=140, seed=i) for i in range(40)]
+    expected = one.generate(prompts, params, use_tqdm=False)
+    with LLM(random_model, data_parallel_size=2, **OPTIONS) as llm:
+        stopped, other = engine_of(llm).runner.replicas
+        outputs = {}
+        for number, output in llm.stream(zip(prompts, params, strict=True)):
+            if not outputs:
+                stopped.max_silence = 2
+                stopped.limit_waits(2)
+                attack(stopped)
+                since = time.monotonic()
+            outputs[number] = output["token_ids"]
+        assert time.monotonic() - since < SOON
+        assert [outputs[i] for i in range(40)] == [output["token_ids"] for output in expected]
+        assert f"replica 0 failed: its process {stopped.process.pid} has given no sign of life for 2 s" in caplog.text
+        assert not is_alive(stopped.process.pid)
+        assert other in engine_of(llm).runner.replicas, "it went on"
+
+
+@pytest.mark.slow
+@needs_two_cores
+def test_neither_who_asks_seldom_nor_a_pause_of_all_is_taken_for_silence(random_model: Path) -> None:
+    with LLM(random_model, data_parallel_size=2, **OPTIONS) as llm:
+        both = engine_of(llm).runner.replicas[:]
+        for replica in both:
+            replica.max_silence = 3
+        stream = llm.stream([[1, 2, 3]] * 40, LONG)
+        next(stream)
+        time.sleep(5)
+        next(stream)
+        for replica in both:
+            os.kill(replica.process.pid, signal.SIGSTOP)
+        time.sleep(5)
+        for replica in both:
+            threading.Timer(0.5, os.kill, (replica.process.pid, signal.SIGCONT)).start()
+        assert len(list(stream)) == 38
+        assert engine_of(llm).runner.replicas == both
+
+
+@pytest.mark.slow
+@needs_two_cores
+def test_a_replica_that_is_stopped_while_it_loads_is_an_error(random_model: Path) -> None:
+    before = list_children(os.getpid())
+
+    def attack() -> None:
+        (first, _) = wait_for(
+            lambda: len(found := sorted(set(list_children(os.getpid())) - set(before))) == 2 and found
+        )
+        time.sleep(0.5)
+        os.kill(first, signal.SIGSTOP)
+
+    thread = threading.Thread(target=attack, daemon=True)
+    thread.start()
+    with pytest.raises(RuntimeError, match=r"replica 0 failed: its process \d+ has given no sign of life for 20 s"):
+        LLM(random_model, data_parallel_size=2, max_silence=20, **OPTIONS)
+    thread.join()
+    assert list_children(os.getpid()) == before
+
+
+SLOW_STEP = """
+import time
+from nanovllm.distributed import replica
+
+serve = replica.serve
+
+def serve_slowly(engine, send, inbox):
+    step = engine.step
+    def step_slowly():
+        engine.step = step
+        time.sleep(90)  # like a kernel, it leaves the interpreter to other threads
+        return step()
+    engine.step = step_slowly
+    serve(engine, send, inbox)
+
+replica.serve = serve_slowly
+"""
+
+
+@pytest.mark.slow
+@needs_two_cores
+def test_a_step_of_90_seconds_is_not_silence(
+    random_model: Path, one: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(SLOW_STEP)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
+    params = SamplingParams(temperature=0.0, max_tokens=5)
+    expected = one.generate([[1], [2]], params, use_tqdm=False)
+    with LLM(random_model, data_parallel_size=2, **OPTIONS) as llm:
+        assert llm.engine.config.max_silence == 60
+        since = time.monotonic()
+        outputs = llm.generate([[1], [2]], params, use_tqdm=False)
+        assert time.monotonic() - since > 90
+    assert [output["token_ids"] for output in outputs] == [output["token_ids"] for output in expected]
+    assert "failed" not in caplog.text
 
 
 @pytest.mark.slow

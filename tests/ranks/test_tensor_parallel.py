@@ -25,7 +25,7 @@ from helpers.tiny import CROWDED, draw_prompts, save_random
 from safetensors import safe_open
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.distributed import follower_group, follower_process
+from nanovllm.distributed import follower_group
 from nanovllm.distributed.collectives import GroupParallel, PeerLostError
 from nanovllm.distributed.follower_group import FollowerGroup
 from nanovllm.distributed.leader import ThreadShare
@@ -263,8 +263,9 @@ def test_a_follower_killed_between_requests_fails_the_next_one(model: Path) -> N
 @pytest.mark.slow
 def test_a_follower_that_is_stopped_fails_rank_0_by_its_silence(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = start_two(model)
-    monkeypatch.setattr(follower_process, "SILENCE", 2)
-    (pid,) = llm.engine.runner.pids
+    (follower,) = llm.engine.runner._followers._followers
+    monkeypatch.setattr(follower, "max_silence", 2)
+    pid = follower.process.pid
     os.kill(pid, signal.SIGSTOP)
     expect_the_end(llm, f"rank 1 of 2 failed: its process {pid} has given no sign of life for 2 s")
 
@@ -275,10 +276,7 @@ def test_ranks_that_were_stopped_go_on(model: Path) -> None:
 
     So a pause of the whole machine is not taken for silence.
     """
-    script = SCRIPT.replace(
-        "import json", "from nanovllm.distributed import follower_process\nfollower_process.SILENCE = 10\nimport json"
-    )
-    command = [sys.executable, "-c", script, str(model), json.dumps(CROWDED)]
+    command = [sys.executable, "-c", SCRIPT, str(model), json.dumps(CROWDED | {"max_silence": 10})]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
         assert process.stdout is not None and process.stdout.readline() == "ready\n"
@@ -307,7 +305,7 @@ def test_followers_are_heard_over_large_descriptors_too(model: Path, monkeypatch
         with start_two(model) as llm:
             (follower,) = llm.engine.runner._followers._followers
             assert follower.connection.fileno() > 1024
-            monkeypatch.setattr(follower_process, "SILENCE", 2)
+            monkeypatch.setattr(follower, "max_silence", 2)
             time.sleep(3.5)
             assert llm.generate([[1, 2, 3]], SamplingParams(max_tokens=3), use_tqdm=False)
     finally:

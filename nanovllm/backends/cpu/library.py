@@ -1,25 +1,30 @@
 """Compiles the C++ kernels in cpu/ on first use, and calls them through ctypes.
 
 Each library is compiled for exactly this machine, in a few seconds. It is kept in the user's cache folder, under a name
-with a hash of the sources, the compiler, its flags and the processor.
+with a hash of the sources, the compiler, its flags and the processor, and one of its own bytes. A file whose bytes
+have another hash is never loaded: it is compiled anew.
 """
 
 import ctypes
 import functools
 import hashlib
+import json
 import logging
 import math
 import os
 import platform
 import re
+import select
 import shutil
+import stat
 import struct
 import subprocess
+import sys
 import tempfile
 import time
 from array import array
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
@@ -27,6 +32,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
+from nanovllm.backends.cpu.builder import remove_remains
 from nanovllm.backends.cpu.huge_pages import advise_huge_pages, map_memory
 from nanovllm.utils.integers import ceil_div
 from nanovllm.utils.machine import num_threads
@@ -42,6 +48,11 @@ NATIVE = "-march=native" if platform.machine().lower() in ("x86_64", "amd64") el
 """Asks for this processor's own instructions. Some versions of Clang for Arm do not know -march=native."""
 
 FLAGS = ("-O3", NATIVE, "-std=c++17", "-pthread", "-fno-math-errno", "-fPIC", "-shared")
+
+MOST_SECONDS = 300
+"""A compiler that takes longer is ended."""
+PATIENCE = 10
+"""Seconds in which the builder must end after it was told to."""
 
 _PLAIN = frozenset((int, float, bool, type(None)))
 """Types that ctypes takes as they are. Looking one up takes a third of the time of isinstance."""
@@ -240,36 +251,123 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nanovllm"
 
 
+def describe_danger(path: Path) -> str | None:
+    """Return how other users may change a folder or a file; None if they may not, or if there is none.
+
+    Libraries run with the rights of their user. The administrator, user 0, may change everything anyway.
+    """
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    if status.st_uid not in (os.geteuid(), 0):
+        return f"{path} belongs to user {status.st_uid}, and this is user {os.geteuid()}"
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return f"others may write to {path} (its mode is {stat.S_IMODE(status.st_mode):o})"
+    return None
+
+
 def _load(compiler: str, kind: type[AnyLibrary]) -> AnyLibrary:
-    """Load a library from the cache folder, or compile it there (elsewhere if the folder cannot be written)."""
+    """Load a library from the cache folder, or compile it there (elsewhere if the folder cannot be used)."""
     sources = sorted(path for path in SOURCES.iterdir() if path.suffix in (".cpp", ".h"))
     flags = (*FLAGS, *kind.flags)
     key = "\0".join((*(source.read_text() for source in sources), *flags, _describe_target(compiler)))
+    name = f"cpu_{Path(kind.source).stem}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
     folder = cache_folder()
-    target = folder / f"cpu_{Path(kind.source).stem}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
-    if target.is_file():
-        return kind(target)
+    if describe_danger(folder) is None:
+        remove_remains(folder)
+        for path in sorted(folder.glob(f"{name}-*.so")):
+            if _is_whole(path):
+                return kind(path)
+            logger.warning("compiling anew, because this file is damaged, or others may write to it: %s", path)
     start = time.perf_counter()
+    command = [compiler, *flags, str(SOURCES / kind.source)]
+    place = ""
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        build_folder = tempfile.TemporaryDirectory(dir=folder)
-        is_kept = True
+        target = _compile_into(folder, name, command)
     except OSError as error:
-        logger.warning("the CPU kernels are compiled anew by each process: %s cannot be written (%s)", folder, error)
-        build_folder = tempfile.TemporaryDirectory()
-        is_kept = False
-    with build_folder:
-        built = Path(build_folder.name) / target.name
-        command = [compiler, *flags, str(SOURCES / kind.source), "-o", str(built)]
-        subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
-        if is_kept:
-            # Another process may be loading the file: replace is atomic, so nobody reads half of it.
-            built = built.replace(target)
-        library = kind(built)  # once loaded, the library does not need its file
-    place = f": {target}" if is_kept else ""
-    name = "the CPU kernels" if kind is CpuLibrary else f"the CPU kernels of {kind.source}"
-    logger.info("compiled %s in %.1f s%s", name, time.perf_counter() - start, place)
+        logger.warning("the CPU kernels are compiled anew by each process: %s", error)
+        with _compile(Path(tempfile.gettempdir()), command) as built:
+            library = kind(built)  # once loaded, the library does not need its file
+    else:
+        library = kind(target)
+        place = f": {target}"
+    title = "the CPU kernels" if kind is CpuLibrary else f"the CPU kernels of {kind.source}"
+    logger.info("compiled %s in %.1f s%s", title, time.perf_counter() - start, place)
     return library
+
+
+def _is_whole(path: Path) -> bool:
+    """Return whether a library in the cache folder is what `_compile_into` has left there."""
+    try:
+        is_ours = stat.S_ISREG(path.lstat().st_mode) and describe_danger(path) is None
+        return is_ours and path.stem.endswith(f"-{_hash_file(path)}")
+    except OSError:
+        return False
+
+
+def _hash_file(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()[:32]
+
+
+def _compile_into(folder: Path, name: str, command: list[str]) -> Path:
+    """Compile a library into the cache folder, and return its path. The end of its name is the hash of its bytes.
+
+    Raises:
+        OSError: the folder cannot be used; the message says which one to make.
+        subprocess.SubprocessError: see `_compile`.
+    """
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if (danger := describe_danger(folder)) is not None:
+        own = Path.home() / "nanovllm-cache"
+        raise PermissionError(
+            f"{danger}. Make a folder that only you may write to, as with mkdir -m 700 {own}, and set "
+            f"XDG_CACHE_HOME={own}"
+        )
+    with _compile(folder, command) as built:
+        built.chmod(0o644)  # whatever the umask
+        with built.open("rb") as file:
+            os.fsync(file.fileno())
+        target = folder / f"{name}-{_hash_file(built)}.so"
+        if target.is_dir() and not target.is_symlink():
+            shutil.rmtree(target)
+        # Another process may be loading the file: replace is atomic, so nobody reads half of it.
+        return built.replace(target)
+
+
+@contextmanager
+def _compile(place: Path, command: list[str]) -> Iterator[Path]:
+    """Within, the library that a compiler's command makes lies in a new folder in `place`. See builder.py.
+
+    Raises:
+        OSError: a folder cannot be made there.
+        subprocess.SubprocessError: the library cannot be compiled.
+    """
+    program = [sys.executable, "-S", "-P", str(SOURCES / "builder.py"), str(place), *command]
+    # A Ctrl-C of the terminal goes to this process alone. When its end of the pipe closes, the builder cleans up.
+    builder = subprocess.Popen(
+        program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    assert builder.stdin is not None and builder.stdout is not None
+    try:
+        answers = select.poll()
+        answers.register(builder.stdout, select.POLLIN)
+        if not answers.poll(1000 * MOST_SECONDS):
+            raise subprocess.TimeoutExpired(command, MOST_SECONDS)
+        answer = json.loads(builder.stdout.readline() or '{"error": "the process that compiles them has been killed"}')
+        if "place_error" in answer:
+            raise OSError(answer["place_error"])
+        if "error" in answer:
+            raise subprocess.SubprocessError(answer["error"])
+        yield Path(answer["path"])
+    finally:
+        builder.stdin.close()
+        with suppress(subprocess.TimeoutExpired):
+            builder.wait(PATIENCE)
+        builder.kill()
+        builder.wait()
+        builder.stdout.close()
 
 
 def _describe_target(compiler: str) -> str:
