@@ -62,7 +62,7 @@ def resize(fd: int, size: int) -> None:
         limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
         raise ValueError(
             f"rank 0 passes its plans to the other ranks in shared memory of {size} bytes, and RLIMIT_FSIZE, the limit "
-            f"of a file's size, is {limit} bytes: raise it (ulimit -f), or lower max_num_batched_tokens or max_num_seqs"
+            f"of a file's size, is {limit} bytes: raise it (`ulimit -f`, in units of 1,024 bytes)"
         ) from error
 
 

@@ -126,6 +126,11 @@ def fit_to_checkpoint(config: "PretrainedConfig", folder: Path | None) -> bool:
 def report_unread_files(headers: Headers) -> None:
     """Log the files of tensors that are beside the checkpoint's and are not read. An index may have named them."""
     files = {path.name for path in headers.files}
+    if (headers.folder / "adapter_config.json").is_file():
+        logger.warning(
+            "%s has an adapter (LoRA) beside the model, which is not merged: the option lora=%r merges it",
+            *(headers.folder, str(headers.folder)),
+        )
     beside = {path.name for path in headers.folder.glob("*.safetensors")} - files
     if not beside:
         return

@@ -203,7 +203,7 @@ def load_model_config(data: dict[str, Any], source: str) -> "PretrainedConfig":
         )
     try:
         config = config_class.from_dict(dict(data))
-        if not getattr(config, "head_dim", None):
+        if getattr(config, "head_dim", None) is None:
             config.head_dim = config.hidden_size // config.num_attention_heads
     except Exception as error:  # transformers validates with exceptions of many libraries
         raise ValueError(f"{source} is not a valid {architecture} configuration: {error}") from error

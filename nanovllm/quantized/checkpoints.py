@@ -197,10 +197,10 @@ def find_format(asked: str | None, hf_config: "PretrainedConfig") -> Format | No
     try:
         format = read_format(data)
     except ValueError as error:
-        file = data.get(SETTINGS_FILE, "config.json") if isinstance(data, Mapping) else "config.json"
-        raise ValueError(
-            f"the checkpoint is quantised, by {quote(method)}, and its settings are in {file}: {error}"
-        ) from None
+        where = f"config.json: quantization_config of {quote(method)}"
+        if isinstance(data, Mapping) and SETTINGS_FILE in data:
+            where = f"the checkpoint is quantised, by {quote(method)}, and its settings are in {data[SETTINGS_FILE]}"
+        raise ValueError(f"{where}: {error}") from None
     if asked in (None, method, format.name):
         return format
     if asked in MADE_AT_LOAD and isinstance(format, ScaledFloat8):

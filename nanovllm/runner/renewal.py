@@ -418,7 +418,7 @@ class WeightLoad:
 
 def digest_values(tensor: Tensor) -> str:
     """Return a digest of a tensor's shape and values, whatever its number format."""
-    digest = xxhash.xxh3_128(str(tuple(tensor.shape)))
+    digest = xxhash.xxh3_128(str(tuple(tensor.shape)).encode())
     for part in tensor.split(ROWS_AT_A_TIME):  # type: ignore[no-untyped-call]
         digest.update((part.detach().double().cpu() + 0.0).numpy().data)  # -0.0 + 0.0 is 0.0, its equal
     return digest.hexdigest()

@@ -98,10 +98,33 @@ def test_some_layers_may_be_replaced_alone(folders: tuple[Path, Path], tmp_path:
         assert say(llm) == say_fresh(tmp_path)
 
 
-def test_the_head_of_a_tied_model_is_ignored(folders: tuple[Path, Path]) -> None:
-    with LLM(folders[0], **OPTIONS) as llm:
-        llm.load_weights([*read(folders[1]), ("lm_head.weight", torch.zeros(500, 64))])
-        assert say(llm) == say_fresh(folders[1])
+def test_a_tied_model_takes_a_head_that_equals_its_embedding_and_no_other(folders: tuple[Path, Path]) -> None:
+    """Whether both come in one call, or each in its own, in any order."""
+    tensors = dict(read(folders[1]))
+    embedding = {name: tensors.pop(name) for name in ["model.embed_tokens.weight"]}
+    equal = {"lm_head.weight": embedding["model.embed_tokens.weight"].double()}
+    other = {"lm_head.weight": embedding["model.embed_tokens.weight"] + 1e-4}
+    parts = [
+        lambda head: [tensors | embedding | head],
+        lambda head: [tensors | head, embedding],
+        lambda head: [embedding, tensors, head],
+    ]
+    refusal = 'lm_head.weight has other values than .*folder whose config.json says "tie_word_embeddings": false'
+    for split in parts:
+        with LLM(folders[0], **OPTIONS) as llm:
+            *first, last = split(other)
+            for part in first:
+                llm.load_weights(part.items(), finish=False)
+            with pytest.raises(ValueError, match=refusal):
+                llm.load_weights(last.items())
+            for part in split(equal):
+                llm.load_weights(part.items(), finish=False)
+            llm.load_weights([])
+            assert say(llm) == say_fresh(folders[1])
+            with pytest.raises(
+                ValueError, match=r"the load is not complete: model\.embed_tokens\.weight must come, too"
+            ):
+                llm.load_weights(equal.items())
 
 
 def wrong_loads() -> dict[str, tuple[Any, str]]:

@@ -326,7 +326,7 @@ REFUSED = {
     "format is 'nvfp4-pack-quantized'": CHECKPOINTS["packed"][0] | {"format": "nvfp4-pack-quantized"},
     "num_bits is 3": CHECKPOINTS["packed"][0] | scheme(num_bits=3, strategy="channel"),
     "strategy is 'tensor'": CHECKPOINTS["packed"][0] | scheme(num_bits=4, strategy="tensor"),
-    "kv_cache_scheme": CHECKPOINTS["packed"][0] | {"kv_cache_scheme": {"num_bits": 8}},
+    "transform_config": CHECKPOINTS["packed"][0] | {"transform_config": {"config_groups": {}}},
     "fmt is 'e5m2'": CHECKPOINTS["fp8 blocks"][0] | {"fmt": "e5m2"},
     "config_groups must have": {"quant_method": "compressed-tensors", "format": "pack-quantized"},
     "group_size is 'x'": CHECKPOINTS["awq"][0] | {"group_size": "x"},
