@@ -164,21 +164,22 @@ MISSING: Mapping[str, str] = {
 }
 """{attributes, methods, modules or names in them, with a space between them: what to do instead of using them}."""
 
-_OWNERS = {
+TABLES: Mapping[str, tuple[Row, ...]] = {
     "LLM": OPTIONS,
     "SamplingParams": SAMPLING,
     "StructuredOutputsParams": STRUCTURED,
     "PoolingParams": POOLING,
     "methods": ARGUMENTS,
 }
+"""The rows of each class of vLLM's, and of all methods of its LLM."""
 
 ACCEPTED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
-    owner: {name: row.accepted for row in rows for name in row.names.split()} for owner, rows in _OWNERS.items()
+    owner: {name: row.accepted for row in rows for name in row.names.split()} for owner, rows in TABLES.items()
 }
-"""{a class, or "methods" for every method of LLM: {name: accepted values}}."""
+"""The same as `TABLES`, by name: the accepted values."""
 
 ADVICE: Mapping[str, str] = {
-    **{name: row.advice for rows in _OWNERS.values() for row in rows if row.advice for name in row.names.split()},
+    **{name: row.advice for rows in TABLES.values() for row in rows if row.advice for name in row.names.split()},
     **{name: advice for names, advice in MISSING.items() for name in names.split()},
 }
 """{name: what to do instead}."""

@@ -158,7 +158,7 @@ def join_codes(parts: Sequence[Codes], parameter: nn.Parameter) -> Codes:
     if not are_alike or any(not torch.equal(order, orders[i - i % per_expert]) for i, order in enumerate(orders)):
         raise ValueError("its format, its groups or the order of its columns differ from those of its neighbours")
     num_lacking = math.prod(outer) - sum(part.scales[..., 0].numel() for part in parts)
-    if num_lacking != getattr(parameter, "padding", 0) // size:
+    if num_lacking * size > getattr(parameter, "padding", 0):
         raise RuntimeError(f"{num_lacking} rows of a quantised matrix have not been filled")
 
     def join(values: Sequence[Tensor]) -> Tensor:

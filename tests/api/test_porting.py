@@ -15,12 +15,13 @@ from helpers.paths import ROOT
 from helpers.tiny import make_tokenizer
 
 import nanovllm
-from nanovllm import LLM, SamplingParams, StructuredOutputsParams
+from nanovllm import LLM, SamplingParams, StructuredOutputsParams, vllm_names
 from nanovllm.config import EngineConfig
 from nanovllm.ported import NAMES
-from nanovllm.sampling_params import GuidedDecodingParams
+from nanovllm.sampling_params import KINDS, GuidedDecodingParams
 from nanovllm.utils.foreign_names import translate_names
-from nanovllm.vllm_names import ACCEPTED, ADVICE
+from nanovllm.vllm_names import ACCEPTED, ADVICE, GUIDED
+from scripts.count_lines import find_imports, find_modules
 
 OPTIONS = ACCEPTED["LLM"]
 SAMPLING = ACCEPTED["SamplingParams"]
@@ -273,6 +274,19 @@ def test_a_name_of_vllms_is_not_one_of_ours_too() -> None:
 
     assert not OPTIONS.keys() & {field.name for field in fields(EngineConfig)}
     assert not SAMPLING.keys() & {field.name for field in fields(SamplingParams)}
+
+
+def test_the_table_of_names_is_data_and_answers_each_name_once() -> None:
+    """It imports nothing of the package, so that options and parameters may look in it."""
+    path = ROOT / "nanovllm" / "vllm_names.py"
+    assert [*find_imports(path, find_modules(ROOT / "nanovllm"))] == []
+    assert GUIDED == KINDS
+    owners = (OPTIONS, SAMPLING, ARGUMENTS, ACCEPTED["StructuredOutputsParams"], ACCEPTED["PoolingParams"])
+    given = [name for rows in vllm_names.TABLES.values() for row in rows for name in row.names.split()]
+    assert len(given) == sum(map(len, owners)), "no name twice in a table"
+    advised = [name for rows in vllm_names.TABLES.values() for row in rows if row.advice for name in row.names.split()]
+    advised += " ".join(vllm_names.MISSING).split()
+    assert len(advised) == len(ADVICE), "one advice for a name"
 
 
 def test_none_is_the_default_of_every_option() -> None:

@@ -1,13 +1,17 @@
 """The form of quantised weights, beside straightforward loops."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from nanovllm.quantized import codes as module
 from nanovllm.quantized.codes import Codes, pack_int4, quantize_int8, unpack_int4
+from nanovllm.quantized.loading import join_codes
 
 
 def draw_codes(seed: int, bits: int, out: int, num_groups: int, group_size: int, zeros: bool, order: bool) -> Codes:
@@ -146,3 +150,34 @@ def test_a_broken_row_stays_broken_and_harms_no_other() -> None:
     assert weights[:2].isnan().all()
     assert weights[2].tolist() == [0.0, 0.0]
     assert torch.allclose(weights[3], weight[3], atol=3 / 127)
+
+
+def test_the_codes_of_parts_are_joined_to_those_of_the_whole() -> None:
+    """Of rows with padding after them, and of experts whose parts come as those of gate and up do."""
+    torch.manual_seed(0)
+    matrix = quantize_int8(torch.randn(10, 64))
+    parameter = nn.Parameter(torch.empty(12, 64, device="meta"))
+    parameter.padding = 2 * 64  # type: ignore[attr-defined]
+    joined = join_codes([matrix.take_rows(slice(0, 7)), matrix.take_rows(slice(7, 10))], parameter)
+    assert torch.equal(joined.dequantize()[:10], matrix.dequantize()) and not joined.dequantize()[10:].any()
+    with pytest.raises(RuntimeError, match="5 rows of a quantised matrix have not been filled"):
+        join_codes([matrix.take_rows(slice(0, 7))], parameter)
+    experts = quantize_int8(torch.randn(4, 6, 32))
+    parameter = nn.Parameter(torch.empty(4, 6, 32, device="meta"))
+    halves = (slice(0, 3), slice(3, 6))
+    of_each = [experts.take_expert(i).take_rows(half) for i in range(4) for half in halves]
+    for parts in (of_each, [experts.take_rows(half) for half in halves], [experts]):
+        assert torch.equal(join_codes(parts, parameter).dequantize(), experts.dequantize())
+
+
+def test_parts_with_other_forms_are_not_joined_and_each_expert_keeps_its_order() -> None:
+    parameter = nn.Parameter(torch.empty(2, 4, 32, device="meta"))
+    orders = [torch.randperm(32), torch.randperm(32)]
+    experts = [replace(quantize_int8(torch.randn(4, 32)), order=order) for order in orders]
+    parts = [expert.take_rows(half) for expert in experts for half in (slice(0, 2), slice(2, 4))]
+    joined = join_codes(parts, parameter)
+    for i, expert in enumerate(experts):
+        assert torch.equal(joined.take_expert(i).dequantize(), expert.dequantize())
+    for other in (replace(parts[1], order=orders[1]), replace(parts[1], order=None), replace(parts[1], group_size=16)):
+        with pytest.raises(ValueError, match="differ from those of its neighbours"):
+            join_codes([parts[0], other, *parts[2:]], parameter)
