@@ -20,6 +20,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from nanovllm import LLM, Completion, Output, SamplingParams
+from nanovllm.text.conversations import render_conversations
 from nanovllm.text.stop_strings import StopStringMatcher
 from nanovllm.text.tokenizer import Tokenizer as ModelTokenizer
 from nanovllm.utils.progress import ProgressBar
@@ -120,6 +121,54 @@ def test_a_stop_string_is_matched_in_the_text_that_is_returned(llm: LLM) -> None
     assert say(llm, "0", stop="12", max_tokens=9)["text"] == ""
     kept = say(llm, "0", stop="|note", skip_special_tokens=False, max_tokens=9)
     assert (kept["text"], kept["finish_reason"]) == ("1<", "stop")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "stop", "text", "count"),
+    [
+        ("0", NOTE, "1", 2),
+        ("0", [NOTE, "1"], "", 1),
+        ("0", ["zz", f"{NOTE}2", f"1{NOTE}"], "", 2),
+        ("0", f"1{NOTE}2", "", 3),
+        ("0", f"{NOTE}23", "1", 4),
+        ("0", f"{NOTE}3", "1230123", 9),  # this is never said
+        ("0", ["x", f"301{NOTE}"], "12", 7),
+        ("A", TURN, "BC", 3),
+        ("A", f"C{TURN}A", "B", 4),
+        ("A", [f"{TURN}B", NOTE], "BCABCAB", 9),
+        ("w", END, "xyz", 2),
+    ],
+    ids=str,
+)
+def test_a_stop_string_may_have_special_tokens_also_where_eos_is_ignored(
+    prompt: str, stop: Any, text: str, count: int, llm: LLM
+) -> None:
+    for skip in (True, False):
+        params = SamplingParams(0, 9, stop=stop, ignore_eos=True, skip_special_tokens=skip)
+        (output,) = llm.generate(prompt, params, use_tqdm=False)
+        assert len(output.token_ids) == count
+        assert output.text == text or not skip
+        stops = [stop] if isinstance(stop, str) else stop
+        assert (output.stop_reason in stops) == (output.finish_reason == "stop") == (count < 9)
+        assert "".join(llm.stream_tokens(prompt, params)) == output.text
+        params.include_stop_str_in_output = True
+        (ended,) = llm.generate(prompt, params, use_tqdm=False)
+        assert ended.text == output.text + (output.stop_reason or "")
+
+
+def test_a_stop_string_that_is_the_end_of_sequence_is_in_the_text_if_it_is_to_be_included(llm: LLM) -> None:
+    output = say(llm, "w", stop=END, include_stop_str_in_output=True)
+    assert (output.text, output.stop_reason) == (f"xyz{END}", None)
+    assert say(llm, "w", include_stop_str_in_output=True).text == "xyz"
+
+
+def test_special_tokens_that_are_stop_strings_or_bad_words_do_not_come(llm: LLM) -> None:
+    """Before min_tokens such a stop string may not come, as stop_token_ids may not."""
+    output = say(llm, "0", stop=NOTE, min_tokens=5, max_tokens=9)
+    assert ID(NOTE) not in output.token_ids[:5]
+    for words in ([NOTE], ["zz", NOTE], [f"1{NOTE}"]):
+        assert ID(NOTE) not in say(llm, "0", bad_words=words, max_tokens=4).token_ids
+    assert ID(END) not in say(llm, "w", bad_words=[END], ignore_eos=True, max_tokens=4).token_ids
 
 
 def test_a_repeated_stop_string_ends_at_its_first(llm: LLM) -> None:
@@ -423,6 +472,57 @@ def test_chat_takes_openais_parts_of_text(llm: LLM) -> None:
     parts = [{"type": "text", "text": "hi"}, {"type": "text", "text": "you"}]
     (output,) = llm.chat([{"role": "user", "content": parts}], SamplingParams(max_tokens=1), use_tqdm=False)
     assert output.prompt == "[user]hi\nyou[assistant]"
+
+
+BODY = "{% for m in messages %}[{{ m.role }}]BODY{% endfor %}"
+LOOP = "{% for part in m.content %}{% if part.type == 'text' %}{{ part.text }}/{% endif %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("body", "prompt"),
+    [
+        (LOOP, "[system]be/[user]hi/you/"),
+        ("{% if m.content is string %}{{ m.content }}{% else %}" + LOOP + "{% endif %}", "[system]be[user]hi/you/"),
+        ("{{ m.content }}", "[system]be[user]hi\nyou"),
+        ("{{ m.content + '.' }}", "[system]be.[user]hi\nyou."),
+        ("{% if m.content is string %}{{ m.content }}{% endif %}", "[system]be[user]hi\nyou"),
+        ("{{ m.content[0].text }}", "[system]be[user]hi\nyou"),  # it takes one part alone
+        ("{% if m.role == 'user' %}" + LOOP + "{% else %}{{ m.content | trim }}{% endif %}", "[system]be[user]hi/you/"),
+        (
+            "{{ m.content | tojson }}",
+            '[system]"be"[user][{"type": "text", "text": "hi"}, {"type": "text", "text": "you"}]',
+        ),
+        ("{% if m.role != 'user' %}{{ m.content }}{% elif tools %}" + LOOP + "{% endif %}", "[system]be[user]hi/you/"),
+    ],
+)
+def test_contents_get_the_form_that_the_template_takes(body: str, prompt: str, llm: LLM) -> None:
+    options = {"chat_template": BODY.replace("BODY", body), "tools": [{"name": "f"}]}
+    talk = [
+        {"role": "developer", "content": "be"},
+        {"role": "user", "content": ["hi", {"type": "text", "text": "you"}]},
+    ]
+    for _ in range(2):
+        assert llm.render_chat(talk, options)["prompt"] == prompt
+    apart = [{**message, "content": [{"type": "text", "text": "x"}]} for message in talk]
+    whole = [{**message, "content": "x"} for message in talk]
+    if "type" not in prompt and "m.content is string" not in body:
+        assert llm.render_chat(apart, options) == llm.render_chat(whole, options)
+
+
+def test_each_of_several_named_templates_has_its_own_form(reciter: Path, tmp_path: Path) -> None:
+    shutil.copytree(reciter, tmp_path, dirs_exist_ok=True)
+    templates = [
+        {"name": "default", "template": BODY.replace("BODY", "{{ m.content }}")},
+        {"name": "tool_use", "template": BODY.replace("BODY", LOOP)},
+    ]
+    edit_json(tmp_path / "tokenizer_config.json", chat_template=templates)
+    tokenizer = ModelTokenizer(tmp_path)
+    talk = [[{"role": "user", "content": ["hi", "you"]}]]
+    assert render_conversations(talk, tokenizer, {}) == ["[user]hi\nyou"]
+    assert render_conversations(talk, tokenizer, {"tools": [{"name": "f"}]}) == ["[user]hi/you/"]
+    assert render_conversations(talk, tokenizer, {"chat_template": "tool_use"}) == ["[user]hi/you/"]
+    (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}!")
+    assert render_conversations(talk, ModelTokenizer(tmp_path), {}) == ["hi\nyou!"]
 
 
 def test_chat_has_vllms_keywords(llm: LLM) -> None:
