@@ -189,6 +189,8 @@ class Scheduler:
             self.blocks.register(np.array([seq.row]), np.array([end], np.int32))
             admitted.append(seq)
             new_ends.append(end)
+        if not admitted:
+            return rows, ends, admitted
         new_rows = np.array([seq.row for seq in admitted], np.intp)
         return np.concatenate((rows, new_rows)), np.concatenate((ends, np.array(new_ends, np.int32))), admitted
 

@@ -246,6 +246,8 @@ class FakeHubHandler(BaseHTTPRequestHandler):
 @pytest.fixture
 def hub(reciter: Path) -> Iterator[FakeHub]:
     files = {path.name: path.read_bytes() for path in reciter.iterdir()}
+    files |= {"modules.json": b"[]", "1_Pooling/config.json": b"{}", "2_Dense/config.json": b"{}"}
+    files |= {"sentence_bert_config.json": b"{}", "config_sentence_transformers.json": b"{}"}
     hub = FakeHub(files | UNWANTED)
     thread = threading.Thread(target=hub.serve_forever)
     thread.start()

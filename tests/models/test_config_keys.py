@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import transformers
 from helpers.paths import ROOT
-from helpers.tiny import SMALL, save_random
+from helpers.tiny import SMALL, edit_json, save_random
 from transformers import GraniteForCausalLM
 
 from nanovllm import LLM, SamplingParams
@@ -467,6 +467,17 @@ def test_a_saved_configuration_with_all_its_keys_is_accepted() -> None:
     for data, _ in PUBLISHED.values():
         config = load_model_config(data, "config.json")
         load_model_config(json.loads(config.to_json_string(use_diff=False)), "rank 0")
+
+
+def test_attention_to_later_tokens_is_refused(tmp_path: Path) -> None:
+    """transformers reads `is_causal`, though no configuration names it: models for vectors have it."""
+    save_random(tmp_path)
+    edit_json(tmp_path / "config.json", is_causal=False)
+    with pytest.raises(ValueError, match="is_causal is false; attention to later tokens is not supported"):
+        LLM(tmp_path, **SMALL)
+    edit_json(tmp_path / "config.json", is_causal=True)
+    with LLM(tmp_path, **SMALL) as llm:
+        assert llm.embed([[1, 2]], use_tqdm=False)
 
 
 # ---- generation_config.json

@@ -151,6 +151,15 @@ def test_bits_do_not_depend_on_batch_chunks_cache_or_preemption(mode: str, folde
     assert [outputs[i]["embedding"].tobytes() for i in range(1, len(requests), 3)] == alone
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("option", ["tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"])
+def test_several_ranks_and_replicas_pool_alike(option: str, folder: Path, model: Qwen3ForCausalLM) -> None:
+    save_modules(folder, {"pooling_mode": "mean"}, "Normalize")
+    with LLM(folder, **OPTIONS, **{option: 2}) as llm:
+        for prompt, vector in zip(PROMPTS, embed(llm, normalize=False), strict=True):
+            np.testing.assert_allclose(vector, normalize(pool(model, prompt, "mean"), dim=0), atol=2e-5)
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_a_sum_has_the_same_bits_however_its_states_are_cut(seed: int) -> None:
     draw = np.random.default_rng(seed)
