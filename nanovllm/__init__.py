@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanovllm import config, inputs, outputs, sampling_params
 from nanovllm.config import EngineConfig
-from nanovllm.inputs import TextPrompt, TokensPrompt
+from nanovllm.inputs import LoRARequest, TextPrompt, TokensPrompt
 from nanovllm.outputs import Completion, CompletionOutput, Output, RequestOutput
 from nanovllm.sampling_params import GuidedDecodingParams, SamplingParams, StructuredOutputsParams
 from nanovllm.utils.spin import bound_spinning
@@ -13,7 +13,6 @@ from nanovllm.version import __version__
 
 if TYPE_CHECKING:
     from nanovllm.llm import LLM
-    from nanovllm.vllm_names import LoRARequest
 
 __all__ = [
     "LLM",

@@ -5,11 +5,9 @@ This file is imported only when a script gives a name or a value that is not our
 
 import gc
 import logging
-import os
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping
-from dataclasses import dataclass
 from enum import Enum
 from functools import cache, partial
 from importlib.machinery import ModuleSpec
@@ -17,10 +15,11 @@ from inspect import signature
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nanovllm.config import EngineConfig, EngineOptions
+from nanovllm.inputs import LoRARequest
 from nanovllm.outputs import Embedding, Output
 from nanovllm.sampling_params import KINDS, SamplingParams
 from nanovllm.text.prompts import Prompt
-from nanovllm.utils.checks import quote, refuse, refuse_unknown
+from nanovllm.utils.checks import quote, refuse_unknown
 
 if TYPE_CHECKING:
     from nanovllm.llm import LLM
@@ -329,23 +328,6 @@ class EngineArgs(EngineConfig):
 
 class FlexibleArgumentParser(ArgumentParser):
     """vLLM's name for a parser of a command line."""
-
-
-@dataclass(frozen=True)
-class LoRARequest:
-    """vLLM's name for the adapter of a request: see `lora_request` of `LLM.generate`. Its content alone counts.
-
-    Attributes:
-        lora_path: a folder with PEFT's adapter_config.json and adapter_model.safetensors.
-    """
-
-    lora_name: str
-    lora_int_id: int
-    lora_path: str
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.lora_path, str | os.PathLike) or not os.fspath(self.lora_path):
-            raise refuse(self.lora_path, "lora_path", "a folder with an adapter")
 
 
 class PoolingParams:
