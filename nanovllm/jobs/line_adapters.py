@@ -14,7 +14,9 @@ if TYPE_CHECKING:
 class LineAdapters:
     """Brings the adapter of each line into the engine's weights, before its requests run."""
 
-    def __init__(self, llm: "LLM", note: Callable[[Mapping[str, str]], None], are_allowed: bool = True) -> None:
+    def __init__(
+        self, llm: "LLM", note: Callable[[Mapping[str, str]], None] = lambda found: None, are_allowed: bool = True
+    ) -> None:
         """
         Args:
             note: is called with {folder: digest} before the first line that names an adapter.
