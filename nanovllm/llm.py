@@ -2,17 +2,20 @@
 
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future
 from contextlib import closing, contextmanager
-from functools import cached_property
+from functools import cached_property, wraps
+from inspect import Parameter, signature
+from threading import RLock
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn, Unpack
+from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar, Unpack
 
 from nanovllm.config import EngineConfig, EngineOptions
 from nanovllm.engine.claim import Activity, State
 from nanovllm.engine.interfaces import StepObserver
+from nanovllm.engine.order import Order
 from nanovllm.engine.sequence import Request
 from nanovllm.inputs import LoRARequest, Others, translate_arguments
 from nanovllm.load import load_engine
@@ -24,10 +27,34 @@ from nanovllm.utils.checks import quote, refuse
 from nanovllm.utils.foreign_names import explain_missing
 from nanovllm.utils.progress import ProgressBar
 
+if TYPE_CHECKING:
+    from nanovllm.uses.sharing import EngineThread
+
 logger = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 Item = Request | Prompt | tuple[Prompt, SamplingParams | None]
 """An item of `stream`: a prompt, a prompt with its own sampling_params, or a request that `prepare` returned."""
+
+
+def translate_others(method: Callable[P, R]) -> Callable[P, R]:
+    """Let a method take arguments that only vLLM's method has: `others`, which the method itself does not read.
+
+    Each of them is translated into an argument of ours, or ignored if it changes nothing, or refused by an error.
+    """
+    own = {name for name, parameter in signature(method).parameters.items() if parameter.kind != Parameter.VAR_KEYWORD}
+
+    @wraps(method)
+    def translated(*args: P.args, **given: P.kwargs) -> R:
+        others = {name: value for name, value in given.items() if name not in own}
+        if not others:
+            return method(*args, **given)
+        ours: Any = {name: value for name, value in given.items() if name in own}
+        return method(*args, **ours | translate_arguments(method, others))
+
+    return translated
 
 
 class LLM:
@@ -52,8 +79,12 @@ class LLM:
             ValueError: a value is out of range, this machine does not support it, or the model cannot be loaded.
         """
         self.engine = load_engine(EngineConfig.from_options(model, options))
+        self._lock = RLock()  # reentrant, because a signal's handler may call `submit`
+        self._thread: EngineThread | None = None
+        """None until the first `submit`."""
 
     def __init_subclass__(cls) -> None:
+        """Refuse a subclass that overrides `step`, which only the original nano-vLLM's `generate` calls."""
         if "step" in vars(cls):
             raise TypeError("generate does not call step(), so this method changes nothing; observe() sees each step")
 
@@ -62,6 +93,7 @@ class LLM:
         """Make an LLM from options in one object. The method has vLLM's name."""
         return cls(**vars(engine_args))
 
+    @translate_others
     def generate(
         self,
         prompts: Prompt | Seq[Prompt],
@@ -91,7 +123,6 @@ class LLM:
             ValueError: a prompt is not valid; no prompt has run. If there are several prompts, the message has the
                 number of the bad one.
         """
-        _check_others("generate", others)
         # One activity at a time uses the engine: a run, the loop of `step`, a load of weights, or sleep. The claim
         # knows which one. This raises an error if another activity uses the engine now.
         self.engine.claim.check()
@@ -145,34 +176,33 @@ class LLM:
             lora_request: see `generate`. It is read only if the requests are a list.
         """
         total = len(requests) if isinstance(requests, list) else None
-        note_end = None
-        run_engine: Any = self.engine.run
-        if lora_request is not None and isinstance(requests, list):
-            from nanovllm.uses.adapters import group_requests
-
-            requests, note_end, run_engine = group_requests(self, requests, lora_request)
-        elif isinstance(requests, list) and len(requests) > 1 and self.engine.config.order == "auto":
-            from nanovllm.uses.admission import put_in_order
-
-            # Requests with a common prefix run together if the cache cannot hold all prefixes. The last requests of the
-            # list are sorted: the largest max_tokens comes first. Otherwise a long output might still run alone when
-            # all others have ended. Each request keeps its seed.
-            requests, note_end = put_in_order(self.engine, requests)
+        order = self._plan_order(requests, lora_request)
         with (
             ProgressBar(self.stats, total=total, desc=label, unit="prompt", disable=not show) as bar,
-            closing(run_engine(requests)) as run,
+            closing(self.engine.run(order, order.holder)) as run,
         ):
             self.engine.observers.append(bar)
             try:
                 for ended in run:
-                    for number, seq in ended:
+                    for _, seq in ended:
                         bar.update()
-                        if note_end is not None:  # note_end returns the number in the caller's order
-                            number = note_end(number, seq)
-                        yield number, self.engine.make_output(seq)
+                        yield order.take_number(seq), self.engine.make_output(seq)
             finally:
                 self.engine.observers.remove(bar)
 
+    def _plan_order(self, requests: Iterable[Request | None], lora_request: Any) -> Order:
+        """Return the order of the requests of one run. Only a list can have another order than the given one."""
+        if isinstance(requests, list) and lora_request is not None:
+            from nanovllm.uses.adapters import group_requests
+
+            return group_requests(self, requests, lora_request)
+        if isinstance(requests, list) and len(requests) > 1 and self.engine.config.order == "auto":
+            from nanovllm.uses.admission import SoonestOrder
+
+            return SoonestOrder(self.engine, requests)
+        return Order(self.engine, requests)
+
+    @translate_others
     def score(
         self,
         prompts: Prompt | Seq[Prompt],
@@ -199,11 +229,11 @@ class LLM:
                 the bad one.
             RuntimeError: the model's logits are NaN or infinite, so there is no score.
         """
-        _check_others("score", others)
         from nanovllm.uses.score import score_pairs
 
         return score_pairs(self, prompts, continuations, use_tqdm)
 
+    @translate_others
     def embed(
         self,
         prompts: Prompt | Seq[Prompt],
@@ -235,9 +265,9 @@ class LLM:
         """
         from nanovllm.uses.embedding import embed_prompts
 
-        how = {"dimensions": dimensions, "normalize": normalize} | _check_others("embed", others)
-        return embed_prompts(self, prompts, **how, show=use_tqdm)
+        return embed_prompts(self, prompts, dimensions=dimensions, normalize=normalize, show=use_tqdm)
 
+    @translate_others
     def chat(
         self,
         messages: Seq[Message] | Seq[Seq[Message]],
@@ -269,7 +299,6 @@ class LLM:
             ValueError: the template refuses a conversation; no conversation has run. If there are several
                 conversations, the message has the number of the refused one.
         """
-        _check_others("chat", others)
         from nanovllm.text.conversations import render_conversations
 
         self.engine.claim.check()
@@ -364,10 +393,11 @@ class LLM:
         from nanovllm.uses.sharing import EngineThread
 
         request = self.prepare(prompt, sampling_params)
-        # `setdefault` is atomic: if two threads call submit() at the same time, both get the same EngineThread. Making
-        # an EngineThread starts nothing.
-        thread = self.__dict__.setdefault("_thread", EngineThread(self.engine))
-        return thread.submit(request)  # type: ignore[no-any-return]
+        self.engine.claim.check_process()  # in a forked process the lock might never be free
+        with self._lock:
+            if self._thread is None:
+                self._thread = EngineThread(self.engine)
+        return self._thread.submit(request)
 
     def stream_tokens(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[str]:
         """Complete one prompt, and yield the text of its output piece by piece. All pieces joined are the whole `text`.
@@ -412,18 +442,10 @@ class LLM:
             steps. `count` is the number of tokens in the last of them. It is negative if that step only decoded. It is
             0 if this call read no result: at depth 2 (see `LLMEngine`) the first call only launches a step.
         """
+        from nanovllm.uses.original_loop import run_step
+
         with self.claim_loop("step()"):
-            self.engine.last_read = None
-            ended = [(seq.seq_id, seq.output_token_ids) for seq in self.engine.step()] if self.engine.has_work else []
-            read = self.engine.last_read
-        if read is None:
-            return ended, 0
-        plan = read.plan
-        # Two tests show that a step only decoded. Each of its tokens gave a sample. And none of its tokens is of a
-        # prompt: the last token of a prompt gives a sample, too.
-        lengths = [seq.num_prompt_tokens for seq in read.seqs]
-        are_decodes = plan.num_tokens == plan.num_sampled.sum() and (plan.num_computed >= lengths).all()
-        return ended, -plan.num_tokens if are_decodes else plan.num_tokens
+            return run_step(self.engine)
 
     @contextmanager
     def claim_loop(self, activity: str) -> Iterator[None]:
@@ -507,14 +529,15 @@ class LLM:
         """
         self._renewal.load_weights(named_tensors, finish)
 
+    @translate_others
     def reset_prefix_cache(self, **others: Unpack[Others]) -> bool:
         """Forget the prefix cache, and return True. RuntimeError if requests are unfinished."""
-        _check_others("reset_prefix_cache", others)
         claim = self.engine.claim
         with claim.held_by(Activity("reset_prefix_cache()")), claim.work():
             self.engine.scheduler.block_manager.forget_all()
         return True
 
+    @translate_others
     def sleep(self, level: int = 1, **others: Unpack[Others]) -> None:
         """Free the KV cache (level 1), and the weights, too (level 2). Until `wake_up` no request runs.
 
@@ -522,16 +545,15 @@ class LLM:
             ValueError: the level is neither 1 nor 2.
             RuntimeError: requests are unfinished, or a rank has failed.
         """
-        _check_others("sleep", others)
         self._renewal.sleep(level)
 
+    @translate_others
     def wake_up(self, **others: Unpack[Others]) -> None:
         """Undo `sleep`. After level 2 the model's folder is read again.
 
         Level 2 also frees weights that came from `load_weights`, and the folder does not have them. If you had loaded
         such weights, call `load_weights` again: until then no request runs.
         """
-        _check_others("wake_up", others)
         self._renewal.wake_up()
 
     def close(self) -> None:
@@ -558,11 +580,6 @@ class LLM:
 
     def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
         self.close()
-
-
-def _check_others(method: str, others: Mapping[str, Any]) -> dict[str, Any]:
-    """Translate arguments that have vLLM's names into ours. Raise an error for one that is unknown or not supported."""
-    return translate_arguments(getattr(LLM, method), others) if others else {}
 
 
 def _list_params(params: SamplingParams | Seq[SamplingParams | None] | None, count: int) -> list[SamplingParams | None]:

@@ -16,8 +16,8 @@ from nanovllm.config import EngineConfig, ResolvedConfig
 from nanovllm.distributed.stage_decoder import make_stage_decoder
 from nanovllm.distributed.stages import choose_stages
 from nanovllm.engine.llm_engine import ModelFacts
+from nanovllm.jobs.answering import prepare_line
 from nanovllm.jobs.request_lines import LineError, add_defaults, read_request_line
-from nanovllm.jobs.run import prepare_line
 from nanovllm.jobs.source import Reading, Source
 from nanovllm.llm import LLM
 from nanovllm.load import assemble, make_quantizer, read_generation_config, resolve_options

@@ -23,12 +23,14 @@ import ray
 from ray.data import DataContext
 
 from nanovllm.config import DEFAULT_NUM_SEQS, EngineConfig
+from nanovllm.jobs.answering import Answering
 from nanovllm.jobs.compact_sets import DigestSet
 from nanovllm.jobs.job import Job, Status
+from nanovllm.jobs.line_adapters import LineAdapters
 from nanovllm.jobs.provenance import read_provenance
 from nanovllm.jobs.request_lines import LineError, read_request_line
 from nanovllm.jobs.result_lines import ResultLine, make_error_line
-from nanovllm.jobs.run import OpenJob, answer_lines, load_llm, supervise
+from nanovllm.jobs.run import OpenJob, load_llm, supervise
 from nanovllm.jobs.source import InputDigest, Line, Reading, Source
 from nanovllm.ray import MAX_BATCHES, actors
 from nanovllm.uses.sharing import EngineThread
@@ -146,7 +148,8 @@ class PartAnswerer:
         part = _unpack(table)
         results = [line for line in part.lines if isinstance(line, ResultLine)]
         lines = (line for line in part.lines if isinstance(line, Line))
-        answer_lines(self._llm, lines, results.append, *self._names, stream=self._engine.stream)
+        adapters = LineAdapters(self._llm, are_allowed=False)
+        Answering(self._llm, results.append, *self._names, adapters, stream=self._engine.stream).answer(lines)
         return _pack((results, self._provenance, part.digest))
 
 

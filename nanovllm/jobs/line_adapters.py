@@ -17,7 +17,7 @@ class LineAdapters:
     def __init__(
         self,
         llm: "LLM",
-        note: Callable[[Mapping[str, str]], None],
+        note: Callable[[Mapping[str, str]], None] = lambda found: None,
         earlier: Container[str] = (),
         are_allowed: bool = True,
     ) -> None:

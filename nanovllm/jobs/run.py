@@ -7,156 +7,33 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import asdict, fields
 from itertools import islice
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING
 
 from nanovllm.config import EngineConfig
-from nanovllm.jobs.compact_sets import DigestSet, LineSet
+from nanovllm.jobs.answering import Answering
+from nanovllm.jobs.compact_sets import LineSet
 from nanovllm.jobs.counts import JobCounts
-from nanovllm.jobs.embedding_lines import make_embedding_line, prepare_embeddings
 from nanovllm.jobs.job import IncompleteError, Job, OutputError, Status
 from nanovllm.jobs.line_adapters import LineAdapters
 from nanovllm.jobs.manifest import Manifest, write_json
 from nanovllm.jobs.provenance import read_provenance
-from nanovllm.jobs.request_lines import (
-    LineError,
-    RequestLine,
-    add_defaults,
-    find_foreign_model,
-    prepare_request,
-    read_request_line,
-)
-from nanovllm.jobs.result_lines import ResultLine, make_error_line, make_result_line
+from nanovllm.jobs.request_lines import LineError, find_foreign_model, read_request_line
+from nanovllm.jobs.result_lines import ResultLine
 from nanovllm.jobs.results_file import open_results
-from nanovllm.jobs.source import STANDARD, InputDigest, InputError, Line, Reading, Source, is_file
+from nanovllm.jobs.source import STANDARD, InputDigest, InputError, Reading, Source, is_file
 from nanovllm.utils.checks import LONGEST_QUOTE, quote
 from nanovllm.utils.digests import digest_adapter, find_lacking
-from nanovllm.utils.work_ahead import work_ahead
 
 if TYPE_CHECKING:
-    from nanovllm.engine.sequence import Request
     from nanovllm.llm import LLM
-    from nanovllm.outputs import Output
-    from nanovllm.uses.admission import Admission
 
 logger = logging.getLogger(__name__)
-
-LINES_PREPARED = 64
-"""So many lines are read and tokenised before the engine asks for them: by a thread, while steps run."""
-
-
-def answer_lines(
-    llm: "LLM",
-    lines: Iterable[Line],
-    write: Callable[[ResultLine], None],
-    model_name: str,
-    defaults: Mapping[str, Any],
-    done: Container[int] = (),
-    stream: "Callable[[Iterable[Any]], Iterator[tuple[int, Output]]] | None" = None,
-    admission: "Admission | None" = None,
-    note_adapters: Callable[[Mapping[str, str]], None] = lambda found: None,
-    earlier_adapters: Container[str] = (),
-) -> None:
-    """Answer every line that is not done. Lines are read lazily, and written in the order in which they end.
-
-    Args:
-        write: is called with each result.
-        defaults: the sampling parameters of lines that have no value of their own.
-        done: the numbers of the lines that have a result. Their ids still count as seen.
-        stream: runs the requests; None means `llm.run_requests`.
-        admission: reads further ahead, and chooses the next line; None keeps the given order.
-        note_adapters: is called with {folder: digest} before the first line that names an adapter.
-        earlier_adapters: the folders of the adapters that earlier answers had.
-    """
-    ids = DigestSet()
-    adapters = LineAdapters(llm, note_adapters, earlier_adapters, are_allowed=stream is None)
-    running: dict[int, tuple[_RunningLine, int]] = {}
-    """For each request that the engine has: its line, and its position among the requests of that line."""
-
-    def read_lines() -> Iterator[RequestLine]:
-        for line in lines:
-            is_done = line.number in done
-            try:
-                request_line = read_request_line(line, ids.add)
-                if not is_done:
-                    yield add_defaults(request_line, defaults)
-            except LineError as error:
-                if not is_done:
-                    write(make_error_line(line.number, error))
-
-    def prepare_lines() -> "Generator[tuple[RequestLine, list[Request]] | None, None, None]":
-        tasks = work_ahead(read_lines(), lambda line: prepare_line(line, llm, model_name), LINES_PREPARED)
-        with closing(tasks):
-            for request_line, task in tasks:
-                while admission is not None and admission.need_not_wait and not task.done():
-                    yield None
-                try:
-                    prepared = task.result()
-                except LineError as error:
-                    write(make_error_line(request_line.number, error))
-                else:
-                    yield request_line, prepared
-
-    def take_requests() -> "Generator[Request | None, None, None]":
-        count = 0
-        with closing(prepare_lines()) as lines:
-            for line in lines if admission is None else admission.reorder(lines):
-                if line is None:
-                    continue
-                request_line, prepared = line
-                try:
-                    yield from adapters.change(request_line)
-                except LineError as error:
-                    write(make_error_line(request_line.number, error))
-                    continue
-                running_line = _RunningLine(request_line, len(prepared), {})
-                for position, request in enumerate(prepared):
-                    running[count] = (running_line, position)
-                    count += 1
-                    yield request
-
-    # After a Ctrl-C the traceback keeps generators alive. Those that have a thread are closed here, not when it goes.
-    with closing(take_requests()) as requests:
-        for index, output in (stream or llm.run_requests)(requests):
-            if admission is not None:
-                admission.learn(output["prompt_token_ids"], len(output["token_ids"]))
-            running_line, position = running.pop(index)
-            running_line.outputs[position] = output
-            if len(running_line.outputs) == running_line.num_requests:
-                write(_make_result(running_line, model_name, llm))
-
-
-class _RunningLine(NamedTuple):
-    """A line whose requests were handed to the engine, and the outputs of those that have ended, by position."""
-
-    line: RequestLine
-    num_requests: int
-    outputs: "dict[int, Output]"
-
-
-def prepare_line(line: RequestLine, llm: "LLM", model_name: str) -> "list[Request]":
-    """Return the requests of a line: several if it asks for several embeddings.
-
-    Raises:
-        LineError: the line is wrong.
-        ValueError: see `prepare_request`.
-    """
-    if line.is_embedding:
-        return prepare_embeddings(line, llm, model_name)
-    return [prepare_request(line, llm, model_name)]
-
-
-def _make_result(running: _RunningLine, model_name: str, llm: "LLM") -> ResultLine:
-    """Return the result of a line whose requests have all ended."""
-    outputs = [running.outputs[i] for i in range(running.num_requests)]
-    if running.line.is_embedding:
-        return make_embedding_line(running.line, outputs, model_name, llm.engine.facts.pooling)
-    return make_result_line(running.line, outputs[0], model_name, llm.token_text)
 
 
 def load_llm(config: EngineConfig) -> "LLM":
@@ -339,24 +216,15 @@ def _answer_here(work: OpenJob) -> None:
         present = [folder for folder in work.manifest.adapters if find_lacking(Path(folder).expanduser()) is None]
         earlier = {folder: digest_adapter(folder) for folder in present}
         work.manifest.check_adapters(earlier)
-        admission = None
-        if first is not None and work.job.config.order == "auto":  # whoever writes into a pipe may wait for answers
+        job = work.job
+        adapters = LineAdapters(llm, work.manifest.check_adapters, earlier)
+        answering = Answering(llm, work.write, job.model_name, job.sampling, adapters, work.done)
+        if first is not None and job.config.order == "auto":  # whoever writes into a pipe may wait for answers
             from nanovllm.uses.admission import Admission
 
-            admission = Admission(llm.engine, find_key=lambda line: line.body.get("lora"))
+            answering.admission = Admission(llm.engine, lambda line: line.body.get("lora"))
         try:
-            job = work.job
-            answer_lines(
-                llm,
-                lines,
-                work.write,
-                job.model_name,
-                job.sampling,
-                work.done,
-                admission=admission,
-                note_adapters=work.manifest.check_adapters,
-                earlier_adapters=earlier,
-            )
+            answering.answer(lines)
         except ValueError as error:  # no line can cause it, and supervise() takes a ValueError for a usage error
             if len(work.done) == work.counts.num_earlier:
                 raise

@@ -10,21 +10,21 @@ The prefix cache stays: `BlockManager.root` is the hash of the adapter's content
 
 import logging
 import time
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 from weakref import WeakMethod, proxy
 
 from nanovllm.engine.interrupt import HoldInterrupt
 from nanovllm.engine.llm_engine import OPEN_RUN, LLMEngine
-from nanovllm.engine.sequence import Request, Sequence
+from nanovllm.engine.order import Order
+from nanovllm.engine.sequence import Request
 from nanovllm.inputs import LoRARequest
 from nanovllm.models.hub import as_path
 from nanovllm.models.lora import check_files
 from nanovllm.models.weight_reader import stamp_checkpoint
 from nanovllm.runner.renewal import Renewal
-from nanovllm.uses.admission import put_in_order
+from nanovllm.uses.admission import SoonestOrder
 from nanovllm.utils.checks import quote, refuse
 from nanovllm.utils.digests import digest_adapter
 
@@ -189,36 +189,50 @@ def list_folders(lora_request: Any, count: int) -> list[str | None]:
     return [None if one is None else one.lora_path for one in listed]
 
 
-def group_requests(
-    llm: Any, requests: list[Request], lora_request: Any
-) -> tuple[Iterator[Request | None], Callable[[int, Sequence], int], Callable[[Any], Any]]:
-    """Return requests by groups, one for each adapter, what `put_in_order` returns beside them, and what runs them.
+class AdapterOrder(SoonestOrder):
+    """Requests by groups, one for each adapter, and each group in the order that ends soonest.
 
-    The group whose adapter the weights have comes first, and the others in the order of their first requests. Numbers,
-    and so seeds, are fixed before that, in the given order.
+    The group whose adapter the weights have comes first, and the others in the order of their first requests.
+    """
+
+    holder = RUN
+
+    def __init__(self, llm: Any, requests: list[Request], folders: list[str | None]) -> None:
+        """
+        Args:
+            llm: the `LLM`.
+            folders: the adapter's folder of each request; None for the model as it was loaded.
+        """
+        super().__init__(llm.engine, requests)
+        find_adapters(llm, "lora_request")  # refuses an engine that cannot have any, before the run begins
+        self._llm = llm
+        self._folders = folders
+        self._named: dict[str | None, Named] = {None: BASE}
+        self._loaded = b""
+        """Tells which adapter the weights have as the run begins."""
+
+    def list_requests(self) -> Iterator[tuple[int, Request] | None]:
+        adapters = find_adapters(self._llm, "lora_request")  # again: new weights may have come before the run began
+        for folder in filter(None, dict.fromkeys(self._folders)):
+            self._named[folder] = adapters.find(folder, "lora_request")
+        self._loaded = adapters.root
+        for item in super().list_requests():
+            assert item is not None
+            number, _ = item
+            yield from adapters.change(self._named[self._folders[number]])
+            yield item
+
+    def find_key(self, number: int) -> object:
+        root = self._named[self._folders[number]].root
+        return None if root == self._loaded else root
+
+
+def group_requests(llm: Any, requests: list[Request], lora_request: Any) -> Order:
+    """Return the order of requests with adapters.
 
     Args:
         llm: the `LLM`.
         lora_request: see `LLM.generate`.
     """
-    engine = llm.engine
     folders = list_folders(lora_request, len(requests))
-    if not any(folders):
-        return *put_in_order(engine, requests), engine.run
-    adapters = find_adapters(llm, "lora_request")
-    named: dict[Any, Named] = {None: BASE}
-    keys: list[bytes | None] = []
-    ordered, note_end = put_in_order(
-        engine, requests, keys.__getitem__, lambda number: adapters.change(named[folders[number]])
-    )
-
-    def take_all() -> Iterator[Request | None]:
-        find_adapters(llm, "lora_request")  # again: new weights may have come before the run had the engine
-        for folder in filter(None, dict.fromkeys(folders)):  # here, where the run has the engine
-            named[folder] = adapters.find(folder, "lora_request")
-        loaded = adapters.root
-        roots = [named[folder].root for folder in folders]
-        keys.extend(None if root == loaded else root for root in roots)
-        yield from ordered
-
-    return take_all(), note_end, partial(engine.run, holder=RUN)
+    return AdapterOrder(llm, requests, folders) if any(folders) else SoonestOrder(llm.engine, requests)

@@ -12,9 +12,10 @@ from helpers.tiny import edit_json
 from transformers import AutoModelForCausalLM
 
 from nanovllm.config import EngineConfig
+from nanovllm.jobs.answering import Answering
 from nanovllm.jobs.job import Job, Status
 from nanovllm.jobs.line_adapters import LineAdapters
-from nanovllm.jobs.run import answer_lines, load_llm, run_job
+from nanovllm.jobs.run import load_llm, run_job
 from nanovllm.jobs.source import Line
 from nanovllm.models.hub import find_model
 
@@ -175,7 +176,8 @@ def test_an_engine_of_several_parts_or_with_an_adapter_refuses_lines_that_name_o
     raw = json.dumps({"prompt": "a", "lora": str(adapters / "first")}).encode()
     with load_llm(EngineConfig("tiny-qwen3", **OPTIONS)) as llm:
         results: list[Any] = []
-        answer_lines(llm, [Line(1, raw, False)], results.append, "tiny-qwen3", {}, stream=llm.run_requests)
+        adapters = LineAdapters(llm, are_allowed=False)
+        Answering(llm, results.append, "tiny-qwen3", {}, adapters).answer([Line(1, raw, False)])
         assert b"left out with --ray" in results[0].line
     lines = write_lines(tmp_path / "in", make_lines(adapters)[:1])
     assert run(lines, tmp_path / "out", lora=str(adapters / "second")) == Status.LINES_FAILED

@@ -555,7 +555,8 @@ def test_ids_and_finished_lines_take_at_most_16_bytes_each_at_any_time() -> None
 
 def test_lines_are_read_as_they_are_needed(tmp_path: Path) -> None:
     """Of an input that never ends, a job takes only what the engine has asked for, and some to tokenise meanwhile."""
-    from nanovllm.jobs.run import LINES_PREPARED, answer_lines
+    from nanovllm.jobs.answering import LINES_PREPARED, Answering
+    from nanovllm.jobs.line_adapters import LineAdapters
 
     def endless() -> Iterator[Line]:
         nonlocal taken
@@ -567,7 +568,7 @@ def test_lines_are_read_as_they_are_needed(tmp_path: Path) -> None:
     llm: Any = InstantLLM(EngineConfig("some-model"), dies_after=50)
     answers: list[Any] = []
     with pytest.raises(RuntimeError, match="died"):
-        answer_lines(llm, endless(), answers.append, "some-model", {})
+        Answering(llm, answers.append, "some-model", {}, LineAdapters(llm)).answer(endless())
     assert len(answers) == 50 and taken <= 50 + 8 + LINES_PREPARED
 
 

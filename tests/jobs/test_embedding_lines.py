@@ -83,8 +83,8 @@ def test_lines_of_every_form_get_their_vectors(reciter: Path, tmp_path: Path) ->
     ],
 )
 def test_a_bad_line_is_an_error_for_itself(body: dict[str, Any], message: str, shared_llm: LLM, tmp_path: Path) -> None:
+    from nanovllm.jobs.answering import prepare_line
     from nanovllm.jobs.request_lines import LineError, read_request_line
-    from nanovllm.jobs.run import prepare_line
     from nanovllm.jobs.source import Line
 
     source = write_lines(tmp_path / "in", [ask("a", **body)])

@@ -24,14 +24,15 @@ from helpers.batch_jobs import InstantLLM, openai_line, read_answers, run, run_j
 from helpers.paths import BOX_MODEL
 
 from nanovllm import LLM
+from nanovllm.jobs.answering import Answering
 from nanovllm.jobs.compact_sets import LineSet
 from nanovllm.jobs.job import OutputError, Status
+from nanovllm.jobs.line_adapters import LineAdapters
 from nanovllm.jobs.manifest import Manifest
 from nanovllm.jobs.provenance import read_provenance
 from nanovllm.jobs.request_lines import LineError, list_rendering_arguments, prepare_request, read_request_line
 from nanovllm.jobs.result_lines import ResultLine
 from nanovllm.jobs.results_file import open_results
-from nanovllm.jobs.run import answer_lines
 from nanovllm.jobs.source import Line, Reading, Source
 
 NUM_LINES = 40
@@ -569,7 +570,7 @@ def test_every_hostile_line_gets_one_short_answer_and_the_others_run() -> None:
     answers: list[ResultLine] = []
     with LLM("tiny-qwen3", dtype="float32", max_model_len=128, max_num_seqs=8, kvcache_memory_bytes=32 << 20) as llm:
         numbered = (Line(number, raw) for number, raw in enumerate(lines, start=1))
-        answer_lines(llm, numbered, answers.append, "tiny-qwen3", {})
+        Answering(llm, answers.append, "tiny-qwen3", {}, LineAdapters(llm)).answer(numbered)
     assert sorted(answer.number for answer in answers) == list(range(1, len(lines) + 1))
     for answer in answers:
         said = json.loads(answer.line)

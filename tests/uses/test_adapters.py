@@ -435,16 +435,16 @@ def test_new_weights_that_come_before_the_run_has_the_engine_refuse_its_adapters
     case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another thread may load weights between the first check and the beginning of the run."""
-    from nanovllm.uses import adapters
+    from nanovllm.uses.adapters import AdapterOrder
 
-    original = adapters.put_in_order
+    original = AdapterOrder.list_requests
 
-    def load_first(*args: Any) -> Any:
+    def load_first(order: AdapterOrder) -> Any:
         llm._renewal.has_new_weights = True
-        return original(*args)
+        return original(order)
 
     with LLM(case.model, **OPTIONS) as llm:
-        monkeypatch.setattr(adapters, "put_in_order", load_first)
+        monkeypatch.setattr(AdapterOrder, "list_requests", load_first)
         with pytest.raises(ValueError, match=r"load_weights\(\) has replaced those"):
             run(llm, case.requests[0])
 

@@ -7,6 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -18,7 +19,8 @@ from nanovllm import LLM, Output, SamplingParams
 from nanovllm.backends.cpu.backend import CpuBackend
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.sequence import Request, derive_seed
-from nanovllm.uses.admission import LINES_AHEAD, Admission, Candidate, form_groups, put_in_order, sort_candidates
+from nanovllm.uses import admission
+from nanovllm.uses.admission import LINES_AHEAD, Admission, Candidate, SoonestOrder, put_longest_first, sort_by_prefix
 
 BLOCK = 4
 
@@ -31,9 +33,13 @@ def make_candidates(prompts: list[list[int]], lengths: list[int]) -> list[Candid
     return [Candidate((i, []), i, as_bytes(p), n) for i, (p, n) in enumerate(zip(prompts, lengths, strict=True))]
 
 
-def group(candidates: list[Candidate], num_blocks: int, max_num_seqs: int = 4, last: bytes = b"") -> None:
+def sort(candidates: list[Candidate], num_blocks: int, max_num_seqs: int = 4, last: bytes = b"") -> list[Candidate]:
     options = {"block_size": BLOCK, "max_num_seqs": max_num_seqs, "max_model_len": 64, "enable_prefix_caching": True}
-    form_groups(candidates, SimpleNamespace(**options), num_blocks, last)  # type: ignore[arg-type]
+    return sort_by_prefix(candidates, SimpleNamespace(**options), num_blocks, last)  # type: ignore[arg-type]
+
+
+def list_numbers(candidates: list[Candidate]) -> list[int]:
+    return [one.number for one in candidates]
 
 
 def common_blocks(one: bytes, other: bytes) -> int:
@@ -54,54 +60,46 @@ prompts_of_few_blocks = st.lists(
 # ---- the order
 
 
-@given(prompts_of_few_blocks, st.data(), st.integers(0, 40))
-def test_candidates_come_by_group_and_the_last_ones_longest_first(prompts, data, num_blocks):
-    lengths = data.draw(st.lists(st.integers(0, 9), min_size=len(prompts), max_size=len(prompts)))
-    candidates = make_candidates(prompts, lengths)
-    group(candidates, num_blocks)
-    ordered = sort_candidates(candidates, 4)
-    assert sorted(one.number for one in ordered) == list(range(len(prompts)))
-    for one, after in pairwise(ordered):
-        assert one.group <= after.group and one.is_late <= after.is_late
-        if one.group == after.group and one.is_late == after.is_late:
-            keys = [(-c.max_tokens, c.number) if c.is_late else (c.number,) for c in (one, after)]
-            assert keys[0] < keys[1]
-    work = sum(one.length for one in ordered if one.is_late)
-    assert work <= 4 * max(lengths)
-    early = [one for one in ordered if not one.is_late]
-    tells = len(set(lengths)) > 1
-    assert tells or not work
-    assert not early or not tells or work + early[-1].length > 4 * max(lengths)
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=24))
+def test_of_the_last_ones_the_longest_come_first_and_the_others_stay(lengths):
+    """The last ones have outputs of at most four times the longest, for four rows."""
+    candidates = make_candidates([[1]] * len(lengths), lengths)
+    numbers = list_numbers(put_longest_first(candidates, 4, 1000))
+    if len(set(lengths)) == 1:
+        assert numbers == list(range(len(lengths)))
+        return
+    most = min(4, len(lengths)) * max(lengths)
+    num_late = max(n for n in range(len(lengths) + 1) if sum(lengths[len(lengths) - n :]) <= most)
+    num_early = len(lengths) - num_late
+    assert numbers[:num_early] == list(range(num_early))
+    assert numbers[num_early:] == sorted(range(num_early, len(lengths)), key=lambda i: (-lengths[i], i))
+    assert list_numbers(put_longest_first(candidates, 4, 3)) == list(range(len(lengths)))  # no room for the longest
 
 
 @given(prompts_of_few_blocks)
 def test_in_a_pool_without_room_each_block_is_computed_once(prompts):
     """Neighbours share what can be shared: only the blocks of the prompt before are in the cache."""
-    candidates = make_candidates(prompts, [1] * len(prompts))
-    group(candidates, 0)
-    ordered = [one.prompt for one in sort_candidates(candidates, 4)]
+    ordered = [one.prompt for one in sort(make_candidates(prompts, [1] * len(prompts)), 0)]
     num_computed = len(ordered[0]) // (4 * BLOCK)
     num_computed += sum(len(b) // (4 * BLOCK) - common_blocks(a, b) for a, b in pairwise(ordered))
     distinct = {p[: 4 * BLOCK * i] for p in ordered for i in range(1, len(p) // (4 * BLOCK) + 1)}
+    assert sorted(ordered) == sorted(map(as_bytes, prompts))
     assert num_computed == len(distinct)
 
 
 @given(prompts_of_few_blocks)
-def test_in_a_pool_with_room_for_all_there_is_one_group(prompts):
+def test_in_a_pool_with_room_for_all_the_given_order_stays(prompts):
     candidates = make_candidates(prompts, [1] * len(prompts))
-    group(candidates, 10_000)
-    assert len({one.group for one in candidates}) == 1
+    assert list_numbers(sort(candidates, 10_000)) == list(range(len(prompts)))
 
 
 def test_the_largest_group_comes_first_and_those_that_share_nothing_last():
     a, b, c = ([i] * BLOCK for i in (1, 2, 3))
     prompts = [[5] * 6, [*a, 1], [*b, 1], c, [*b, 2], [6] * 6, [*a, 2], [*b, 3]]
     candidates = make_candidates(prompts, [1, 2, 3, 4, 5, 6, 7, 8])
-    group(candidates, 1, max_num_seqs=1)
-    assert [one.number for one in sort_candidates(candidates, 0)] == [2, 4, 7, 1, 6, 0, 3, 5]
-    assert [one.number for one in sort_candidates(candidates, 100)] == [7, 4, 2, 6, 1, 5, 3, 0]
-    group(candidates, 1, max_num_seqs=1, last=as_bytes([*a, 9]))
-    assert [one.number for one in sort_candidates(candidates, 0)] == [1, 6, 2, 4, 7, 0, 3, 5]
+    assert list_numbers(sort(candidates, 1, max_num_seqs=1)) == [2, 4, 7, 1, 6, 0, 3, 5]
+    assert [one.reason for one in candidates[:2]] == ["in turn", "by prefix: 2 share 1 blocks"]
+    assert list_numbers(sort(candidates, 1, max_num_seqs=1, last=as_bytes([*a, 9]))) == [1, 6, 2, 4, 7, 0, 3, 5]
 
 
 # ---- in an engine without a model
@@ -113,8 +111,8 @@ def prepare(engine: LLMEngine, prompts: list[list[int]], params: list[SamplingPa
 
 def run_list(engine: LLMEngine, requests: list[Request]) -> dict[int, Any]:
     """Run a list as `LLM.run_requests` does; return the sequences by their numbers in the given order."""
-    incoming, note_end = put_in_order(engine, requests)
-    return {note_end(number, seq): seq for ended in engine.run(incoming) for number, seq in ended}
+    order = SoonestOrder(engine, requests)
+    return {order.take_number(seq): seq for ended in engine.run(order) for _, seq in ended}
 
 
 @settings(max_examples=60)
@@ -155,44 +153,45 @@ def test_64_shuffled_prefixes_are_computed_about_as_rarely_as_sorted_ones():
     assert computed[1] <= 1.1 * computed[0]
 
 
-def test_lengths_of_prompts_that_have_ended_tell_those_of_their_like():
-    engine = make_engine(max_num_seqs=2, num_blocks=64)
-    likes = [[i] * BLOCK for i in (1, 2)]
-    params = SamplingParams(max_tokens=9)
-    lines = [(i, [engine.prepare([*likes[i % 2], i % 16], params)]) for i in range(40)]
-    admission = Admission(engine, is_list=True)
-    order = []
-    for number, _ in admission.reorder(lines):
-        order.append(number)
-        admission.learn([*likes[number % 2], 0], 2 + 4 * (number % 2))
-    assert order[:10] == list(range(10))  # nothing is known
-    late = order[-3:]
-    assert sorted(late, key=lambda number: (-(number % 2), number)) == late
-
-
-@pytest.mark.parametrize("has_ended", [False, True])
-def test_where_nothing_tells_the_lengths_the_given_order_stays(has_ended):
+def test_where_nothing_tells_the_lengths_the_given_order_stays():
     engine = make_engine(max_num_seqs=4, num_blocks=64)
     lines = [(i, [engine.prepare([i % 16] * (1 + i % 7), SamplingParams(max_tokens=9))]) for i in range(40)]
-    admission = Admission(engine, is_list=True)
-    order = []
-    for number, _ in admission.reorder(lines):
-        order.append(number)
-        if has_ended:
-            admission.learn([17], 1 + number % 5)  # no prompt begins so
-    assert order == list(range(40))
+    assert [number for number, _ in Admission(engine, is_list=True).reorder(lines)] == list(range(40))
 
 
-def test_where_max_tokens_differ_they_tell_the_length_whatever_has_ended():
+def test_max_tokens_tell_the_lengths():
     engine = make_engine(max_num_seqs=2, num_blocks=64)
     limits = [1, 9, 2, 3, 4, 5, 6, 7, 8, 1, 2, 8, 1, 4]
     lines = [(n, [engine.prepare([1, 2], SamplingParams(max_tokens=n))]) for n in limits]
-    admission = Admission(engine, is_list=True)
-    order = []
-    for number, _ in admission.reorder(lines):
-        order.append(number)
-        admission.learn([1, 2], 1)
+    order = [number for number, _ in Admission(engine, is_list=True).reorder(lines)]
     assert order == [*limits[:9], 8, 4, 2, 1, 1]  # the last five have 16 tokens together; two times 9 are allowed
+
+
+def test_a_long_job_keeps_nothing_of_the_lines_that_it_has_handed_on(monkeypatch):
+    """And a line is sorted a few times, however long the job is."""
+
+    class Item:
+        """What the caller knows a line by."""
+
+    engine = make_engine(max_num_seqs=2, num_blocks=8)
+    kept: WeakSet[Item] = WeakSet()
+    num_sorted = []
+    original = admission.sort_by_prefix
+
+    def read():
+        for number in range(2000):
+            item = Item()
+            kept.add(item)
+            yield item, [engine.prepare([number % 3] * 5, SamplingParams(max_tokens=1))]
+            assert len(kept) <= 2 + LINES_AHEAD * 2
+
+    def count(candidates, *others):
+        num_sorted.append(len(candidates))
+        return original(candidates, *others)
+
+    monkeypatch.setattr(admission, "sort_by_prefix", count)
+    assert sum(1 for _ in Admission(engine).reorder(read())) == 2000
+    assert sum(num_sorted) <= 6 * 2000
 
 
 def test_a_job_takes_what_is_ready_and_reads_no_further_than_it_may():
