@@ -27,7 +27,16 @@ from numpy.typing import NDArray
 from nanovllm.config import EngineConfig, ResolvedConfig
 from nanovllm.drafts.costs import PlanRunner
 from nanovllm.engine.interfaces import Handle
-from nanovllm.engine.plan import LAST_TOKEN, NO_ENTRIES, NO_LOGPROBS, NO_NEW_ROWS, NO_TARGETS, IntArray, StepPlan
+from nanovllm.engine.plan import (
+    FAILED,
+    LAST_TOKEN,
+    NO_ENTRIES,
+    NO_LOGPROBS,
+    NO_NEW_ROWS,
+    NO_TARGETS,
+    IntArray,
+    StepPlan,
+)
 from nanovllm.engine.scheduled_step import ScheduledStep
 from nanovllm.engine.sequence import Sequence
 from nanovllm.models.headers import fit_to_checkpoint
@@ -174,7 +183,7 @@ class ModelDrafter:
             passes.append((seqs, self._runner.launch(decodes)))
         for i, (seqs, handle) in enumerate(passes):
             drawn[seqs, i] = handle.result().token_ids
-        drawn[(drawn < 0) | (drawn >= self._vocab_size)] = 0
+        drawn[(drawn == FAILED) | (drawn >= self._vocab_size)] = 0
         self._num_computed[plan.rows] = ends + np.maximum(num_drafts - 1, 0)
         columns = np.arange(drawn.shape[1])
         is_draft = columns < num_drafts[:, None]

@@ -72,7 +72,7 @@ class StepPlan(NamedTuple):
         num_computed   num_scheduled   num_sampled   num_scored   token_ids     targets
              0               4              0            4        10 11 12 13   11 12 13 14
              4               2              1            1        14 15         15
-             6               1              1            0        -1
+             6               1              1            0        LAST_TOKEN
 
     The logits of a token score the token after it. So the first chunk scores 14, which the second chunk computes. The
     logits of 14 score 15. The first token of output is sampled from the logits of 15. It is on the device when the

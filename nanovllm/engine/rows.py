@@ -54,8 +54,8 @@ class RowTable:
         self.num_tokens = np.zeros(num_elements, np.int32)
         self.num_needed = np.zeros(num_elements, np.int32)
         self.num_sent = np.zeros(num_elements, np.int32)
-        """The host sends the ids of tokens with an index below this. For later tokens that are no drafts it sends -1,
-        and the device uses the token that it sampled last."""
+        """The host sends the ids of tokens with an index below this. For later tokens that are no drafts it sends
+        LAST_TOKEN, and the device uses the token that it sampled last."""
         self.unchecked_until = np.zeros(num_elements, np.int32)
         """While num_known is at most this, only a stop token or a failed sample can end the sequence. Above it, the
         length limit can, too. With stop strings or a grammar the value is 0: num_known is always larger, so

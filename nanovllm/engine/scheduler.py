@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.plan import IntArray, StepPlan, StepResult
+from nanovllm.engine.plan import FAILED, LAST_TOKEN, IntArray, StepPlan, StepResult
 from nanovllm.engine.rows import NO_ROW, BlockTables, Rows, RowTable, pack_sampling
 from nanovllm.engine.scheduled_step import ScheduledStep
 from nanovllm.engine.sequence import Sequence
@@ -75,9 +75,9 @@ class Scheduler:
         """may_stop[id] is True if the token id is a stop token of any sequence ever added. No element is set back to
         False: the price is a needless call of `Sequence.check_end` now and then. If the element is False, the token is
         no stop token. It can still end a sequence by the length limit, a stop string or a grammar:
-        `RowTable.unchecked_until` handles these cases. The last element is for id -1, a failed sample: numpy reads
+        `RowTable.unchecked_until` handles these cases. The last element is for FAILED, which is -1: numpy reads
         index -1 as the last element."""
-        self.may_stop[-1] = True
+        self.may_stop[FAILED] = True
         self.num_preemptions = 0
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
@@ -262,13 +262,13 @@ class Scheduler:
         """Return the ids of the tokens that a step computes, int32 [num_tokens].
 
         The host sends the id of each token whose index in its sequence is below `RowTable.num_sent`: the tokens that
-        were known at admission, or after drafts were last verified. Every other id is -1. If the token is a draft,
-        `LLMEngine._plan` replaces the -1 by the draft's id. Otherwise the device replaces it by the token that it
-        sampled last for the row.
+        were known at admission, or after drafts were last verified. Every other id is LAST_TOKEN. If the token is a
+        draft, `LLMEngine._plan` replaces LAST_TOKEN by the draft's id. Otherwise the device replaces it by the token
+        that it sampled last for the row.
         """
         table = self.table
         token_ids = np.empty(num_tokens, np.int32)
-        token_ids.fill(-1)
+        token_ids.fill(LAST_TOKEN)
         is_sent = starts < table.num_sent[rows]
         if np.count_nonzero(is_sent):
             num_scheduled = ends - starts

@@ -233,8 +233,8 @@ class Decoder(nn.Module):
         self.lm_head = LMHead(config.vocab_size, config.hidden_size, parallel)
         if self.tied:
             self.lm_head.weight = self.embed_tokens.weight
-        # On the CPU, even if the parameters have no memory yet. The runner moves it to its device.
-        self.register_buffer("cos_sin", make_rotary_table(config, max_model_len), persistent=False)
+        cos_sin = make_rotary_table(config, max_model_len).to(next(self.layers.parameters()).device)
+        self.register_buffer("cos_sin", cos_sin, persistent=False)
 
     def forward(self, inputs: StepInputs, caches: list[LayerCache]) -> Tensor:
         """Compute the hidden states of all tokens, [num_tokens, hidden], after the last norm."""

@@ -13,7 +13,7 @@ from nanovllm.config import ResolvedConfig
 from nanovllm.engine.interfaces import StepEdits
 from nanovllm.engine.plan import StepPlan, find_lengths
 from nanovllm.layers.parallel import Parallel
-from nanovllm.models.decoder import Decoder
+from nanovllm.models.decoder import Decoder, make_rotary_table
 from nanovllm.models.sizes import Sizes
 from nanovllm.models.weight_reader import allocate
 from nanovllm.ops.step_inputs import StepInputs
@@ -279,7 +279,8 @@ class ModelRunner:
         with torch.device("meta"), default_dtype(self.dtype):
             self.model = self.decoder(self.hf_config, self.backend, self.parallel, self.config.max_model_len)
         allocate(self.model, self.device, () if quantizer is None else quantizer.list_matrices(self.model))
-        self.model.cos_sin = self.model.cos_sin.to(self.device)
+        # On the meta device the decoder's own table had no values.
+        self.model.cos_sin = make_rotary_table(self.hf_config, self.config.max_model_len).to(self.device)
         self.backend.prepare_weights(parameter for parameter in self.model.parameters() if not parameter.is_meta)
         self._read_weights(self.model)
         self.backend.pack_weights(self.model.modules())
