@@ -17,7 +17,7 @@ import sys
 
 from benchmarks.bench_compare import add_arguments, check_interpreters, compare
 from benchmarks.measuring import commit
-from nanovllm.commands.bench import add_options, measure, read_options
+from nanovllm.apps.bench import add_options, measure, read_options
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 
 from benchmarks.bench_workload import write_checkpoint
-from nanovllm.commands.bench import Workload
-from nanovllm.commands.floor import Machine
+from nanovllm.apps.bench import Workload
+from nanovllm.apps.floor import Machine
 from nanovllm.config import EngineConfig
 from nanovllm.models.hub import find_model
 

@@ -32,8 +32,8 @@ from nanovllm.backends.cpu.backend import CpuBackend
 from nanovllm.backends.cpu.dynamic import DynamicCpuMatrix, DynamicLibrary
 from nanovllm.backends.cpu.quantized import CpuMatrix, QuantizedLibrary
 from nanovllm.backends.cpu.scratch import Scratch
+from nanovllm.features.quantized.codes import Codes
 from nanovllm.ops.step_inputs import StepInputs
-from nanovllm.quantized.codes import Codes
 
 LAYERS = 12
 HEADS = 16

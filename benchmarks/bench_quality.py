@@ -35,8 +35,8 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from nanovllm import LLM
+from nanovllm.features.quantized.codes import Codes, pack_int4, quantize_int8
 from nanovllm.models.hub import find_model
-from nanovllm.quantized.codes import Codes, pack_int4, quantize_int8
 
 ROOT = Path(__file__).resolve().parents[1]
 ROWS = 64

@@ -26,9 +26,9 @@ from helpers.paths import BOX_MODEL, TESTS
 from helpers.window import Page, record_a_hundred_thousand_events, start_browser
 
 from nanovllm import LLM, SamplingParams, StructuredOutputsParams
-from nanovllm.edits.grammars import Grammars
+from nanovllm.apps.view.page import read_recording
+from nanovllm.features.edits.grammars import Grammars
 from nanovllm.text.tokenizer import Tokenizer
-from nanovllm.view.page import read_recording
 
 
 class Cost(NamedTuple):

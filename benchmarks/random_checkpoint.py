@@ -21,12 +21,12 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from nanovllm.features.quantized.checkpoints import ScaledFloat8, find_format
+from nanovllm.features.quantized.formats import Format
+from nanovllm.features.shapes import PRESETS, preset_config
 from nanovllm.models.model_config import load_model_config
-from nanovllm.models.shapes import PRESETS, preset_config
 from nanovllm.models.sizes import Sizes
 from nanovllm.models.weight_names import find_targets
-from nanovllm.quantized.checkpoints import ScaledFloat8, find_format
-from nanovllm.quantized.formats import Format
 
 SHARD = 1 << 30
 """Bytes of a file."""

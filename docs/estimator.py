@@ -7,11 +7,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from nanovllm.commands.estimate import Estimate, estimate
-from nanovllm.commands.floor import Machine, Model, count_expert, step_cost
+from nanovllm.apps.estimate import Estimate, estimate
+from nanovllm.apps.floor import Machine, Model, count_expert, step_cost
 from nanovllm.config import EngineConfig
+from nanovllm.features.shapes import PRESETS, preset_config
 from nanovllm.models.model_config import load_model_config
-from nanovllm.models.shapes import PRESETS, preset_config
 from nanovllm.runner.resolve import read_dtype
 
 NUMBERS = Path(__file__).with_suffix(".json")

@@ -63,7 +63,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 def add_demo(files: Files, config: Any) -> None:
     """Add the window of the run that docs/guide/demo.json recorded (python -m docs.guide.draw demo)."""
-    from nanovllm.view.page import read_recording, render_page
+    from nanovllm.apps.view.page import read_recording, render_page
 
     guide = {kind: f"{chapter}/" for kind, chapter in EVENT_CHAPTERS.items()}
     recording = read_recording(ROOT / "docs" / "guide" / "demo.json")

@@ -39,7 +39,7 @@ def __getattr__(name: str) -> Any:
         from nanovllm.llm import LLM
 
         return LLM
-    from nanovllm.ported import find_name
+    from nanovllm.apps.ported import find_name
 
     return find_name(name)
 
@@ -51,7 +51,7 @@ class _Finder:
     def find_spec(name: str, *_: Any) -> Any:
         if not name.startswith("nanovllm."):
             return None
-        from nanovllm.ported import find_module
+        from nanovllm.apps.ported import find_module
 
         return find_module(name)
 

@@ -1,5 +1,5 @@
 """Runs the command `nanovllm` as `python -m nanovllm`."""
 
-from nanovllm.commands.cli import run
+from nanovllm.apps.cli import run
 
 run()

@@ -14,7 +14,7 @@ from nanovllm.utils.checks import INT64_MAX, as_bool, as_choice, as_integer, ref
 from nanovllm.utils.foreign_names import translate_names
 from nanovllm.utils.integers import ceil_div
 from nanovllm.utils.memory import CPU_CACHE_LIMIT
-from nanovllm.vllm_names import REST, SYNONYMS
+from nanovllm.utils.vllm_names import REST, SYNONYMS
 
 CHOICES: Mapping[str, tuple[str, ...]] = {
     "dtype": ("auto", "float32", "float16", "bfloat16"),

@@ -9,7 +9,7 @@ from typing import Any, TypedDict
 from nanovllm.sampling_params import refuse_sampling
 from nanovllm.utils.checks import refuse, refuse_unknown
 from nanovllm.utils.foreign_names import translate_names
-from nanovllm.vllm_names import ACCEPTED
+from nanovllm.utils.vllm_names import ACCEPTED
 
 
 class TextPrompt(TypedDict):

@@ -28,7 +28,7 @@ from nanovllm.utils.foreign_names import explain_missing
 from nanovllm.utils.progress import ProgressBar
 
 if TYPE_CHECKING:
-    from nanovllm.uses.sharing import EngineThread
+    from nanovllm.features.sharing import EngineThread
 
 logger = logging.getLogger(__name__)
 
@@ -148,7 +148,7 @@ class LLM:
         count = len(prompts)
         params = _list_params(sampling_params, count)
         if default := self.engine.facts.pooling.prompt:
-            from nanovllm.uses.embedding import add_default_prompt
+            from nanovllm.features.scoring.embedding import add_default_prompt
 
             prompts = add_default_prompt(prompts, params, default)
         tokenised = tokenise_prompts(
@@ -193,11 +193,11 @@ class LLM:
     def _plan_order(self, requests: Iterable[Request | None], lora_request: Any) -> Order:
         """Return the order of the requests of one run. Only a list can have another order than the given one."""
         if isinstance(requests, list) and lora_request is not None:
-            from nanovllm.uses.adapters import group_requests
+            from nanovllm.features.adapters.groups import group_requests
 
             return group_requests(self, requests, lora_request)
         if isinstance(requests, list) and len(requests) > 1 and self.engine.config.order == "auto":
-            from nanovllm.uses.admission import SoonestOrder
+            from nanovllm.engine.admission import SoonestOrder
 
             return SoonestOrder(self.engine, requests)
         return Order(self.engine, requests)
@@ -229,7 +229,7 @@ class LLM:
                 the bad one.
             RuntimeError: the model's logits are NaN or infinite, so there is no score.
         """
-        from nanovllm.uses.score import score_pairs
+        from nanovllm.features.scoring.score import score_pairs
 
         return score_pairs(self, prompts, continuations, use_tqdm)
 
@@ -263,7 +263,7 @@ class LLM:
                 prompt has run.
             RuntimeError: the model's hidden states are NaN or infinite.
         """
-        from nanovllm.uses.embedding import embed_prompts
+        from nanovllm.features.scoring.embedding import embed_prompts
 
         return embed_prompts(self, prompts, dimensions=dimensions, normalize=normalize, show=use_tqdm)
 
@@ -299,7 +299,7 @@ class LLM:
             ValueError: the template refuses a conversation; no conversation has run. If there are several
                 conversations, the message has the number of the refused one.
         """
-        from nanovllm.text.conversations import render_conversations
+        from nanovllm.features.conversations import render_conversations
 
         self.engine.claim.check()
         if not isinstance(chat_template_kwargs, Mapping | None):
@@ -321,7 +321,7 @@ class LLM:
             chat_template_kwargs: values of the template's variables. It may also hold these arguments of `chat`:
                 chat_template, add_generation_prompt, continue_final_message, tools.
         """
-        from nanovllm.text.conversations import render_conversations
+        from nanovllm.features.conversations import render_conversations
 
         tokenizer = self.engine.tokenizer
         texts = render_conversations([messages], tokenizer, chat_template_kwargs or {}, self.engine.facts.origin)
@@ -366,7 +366,7 @@ class LLM:
             ValueError: a prompt is not valid. The message has the prompt's number. Earlier requests that still run are
                 aborted.
         """
-        from nanovllm.uses.streaming import stream_outputs
+        from nanovllm.features.streaming import stream_outputs
 
         return stream_outputs(self, requests, sampling_params)
 
@@ -390,7 +390,7 @@ class LLM:
             ValueError: the request is not valid.
             RuntimeError: this process was forked after the engine was made, or the program ends.
         """
-        from nanovllm.uses.sharing import EngineThread
+        from nanovllm.features.sharing import EngineThread
 
         request = self.prepare(prompt, sampling_params)
         self.engine.claim.check_process()  # in a forked process the lock might never be free
@@ -408,7 +408,7 @@ class LLM:
         Raises:
             RuntimeError: the request ended with an error. The text before the error was yielded.
         """
-        from nanovllm.uses.streaming import stream_pieces
+        from nanovllm.features.streaming import stream_pieces
 
         return stream_pieces(self, prompt, sampling_params)
 
@@ -442,7 +442,7 @@ class LLM:
             steps. `count` is the number of tokens in the last of them. It is negative if that step only decoded. It is
             0 if this call read no result: at depth 2 (see `LLMEngine`) the first call only launches a step.
         """
-        from nanovllm.uses.original_loop import run_step
+        from nanovllm.features.original_loop import run_step
 
         with self.claim_loop("step()"):
             return run_step(self.engine)
@@ -506,7 +506,7 @@ class LLM:
 
     @cached_property
     def _renewal(self) -> Any:
-        from nanovllm.runner.renewal import Renewal
+        from nanovllm.features.renewal import Renewal
 
         return Renewal(self.engine)
 
@@ -572,7 +572,7 @@ class LLM:
     def __reduce__(self) -> NoReturn:
         raise TypeError(
             "an LLM cannot be pickled or copied: it holds weights, a KV cache and processes; make one where it is "
-            "needed (in Ray's actors: nanovllm.ray.RayLLM)"
+            "needed (in Ray's actors: nanovllm.apps.ray.data.RayLLM)"
         )
 
     def __enter__(self) -> "LLM":

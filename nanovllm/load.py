@@ -19,10 +19,10 @@ from nanovllm.engine.interfaces import StepObserver
 from nanovllm.engine.llm_engine import LLMEngine, ModelFacts
 from nanovllm.engine.pooling import LAST_TOKEN, Pooling
 from nanovllm.engine.scheduler import Scheduler
-from nanovllm.layers.parallel import Parallel
 from nanovllm.models.generation_keys import check_generation_keys
 from nanovllm.models.headers import fit_to_checkpoint
 from nanovllm.models.hub import find_folder, find_model
+from nanovllm.models.layers.parallel import Parallel
 from nanovllm.models.model_config import (
     find_decoder,
     find_family,
@@ -44,10 +44,10 @@ from nanovllm.utils.memory import check_limits
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-    from nanovllm.distributed.leader import LeadingRunner
-    from nanovllm.edits.editing import Editing
-    from nanovllm.parsing.parser import AnswerParser
-    from nanovllm.quantized.loading import ModelQuantizer
+    from nanovllm.features.distributed.leader import LeadingRunner
+    from nanovllm.features.edits.editing import Editing
+    from nanovllm.features.parsing.parser import AnswerParser
+    from nanovllm.features.quantized.loading import ModelQuantizer
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ def load_engine(asked: EngineConfig) -> LLMEngine:
     try:
         return make_engine(asked)
     except Exception as error:
-        from nanovllm.models.diagnosis import explain
+        from nanovllm.features.diagnosis import explain
 
         if explained := explain(error, asked.model):
             raise explained from error
@@ -73,14 +73,14 @@ def make_engine(asked: EngineConfig) -> LLMEngine:
     check_limits()
     folder, weights, hf_config, facts = read_files(asked)
     if asked.data_parallel_size > 1:
-        from nanovllm.distributed.replicas import load_replicas
+        from nanovllm.features.distributed.replicas import load_replicas
 
         return load_replicas(asked, folder, facts, assemble)
     config = resolve_options(asked, hf_config)
     if config.device == "cpu":
         limit_threads()
     if config.speculative_config is not None and config.speculative_config["method"] == "draft_model":
-        from nanovllm.drafts.draft_model import find_draft
+        from nanovllm.features.drafts.draft_model import find_draft
 
         config = find_draft(asked, config, folder, find_config)
     with ThreadPoolExecutor(1) as pool, ExitStack() as on_error:
@@ -149,7 +149,7 @@ def assemble(
     scheduler, observers = make_scheduler(config, runner, num_blocks, tokenizer)
 
     def make_editor() -> "Editing":
-        from nanovllm.edits.editing import Editing
+        from nanovllm.features.edits.editing import Editing
 
         return Editing(config, tokenizer, eos_token_ids, parser.thinking if parser is not None else None)
 
@@ -174,7 +174,7 @@ def find_config(model: str, revision: str | None, load_format: str) -> tuple[Pat
         ValueError: there is no such model.
     """
     if "/" not in model and (load_format == "dummy" or find_folder(model) is None):
-        from nanovllm.models.shapes import find_shape
+        from nanovllm.features.shapes import find_shape
 
         if (shape := find_shape(model, load_format)) is not None:
             return None, f"preset {model.lower()}", shape
@@ -194,13 +194,13 @@ def resolve_options(
         ValueError: an option asks for something that cannot run here; the message says why.
     """
     if asked.speculative_config is not None:
-        from nanovllm.drafts.options import read_speculative_config
+        from nanovllm.features.drafts.options import read_speculative_config
 
         asked = replace(asked, speculative_config=read_speculative_config(asked.speculative_config))
     sizes = Sizes(hf_config)
     config = resolve(asked, hf_config, sizes, gpu_memory)
     if config.num_ranks > 1:
-        from nanovllm.distributed.options import resolve_ranks
+        from nanovllm.features.distributed.options import resolve_ranks
 
         config = resolve_ranks(asked, config, is_described=gpu_memory is not None)
     if (quantizer := make_quantizer(config, hf_config)) is not None:  # a format that cannot be read is refused here
@@ -228,7 +228,7 @@ def load_runner(
     if config.num_ranks == 1:
         runner = make_runner(config, hf_config, weights, Parallel())
         return runner, partial(make_cache, runner)
-    from nanovllm.distributed.leader import LeadingRunner
+    from nanovllm.features.distributed.leader import LeadingRunner
 
     leader = LeadingRunner(config, hf_config, weights, partial(make_runner, config, hf_config, weights))
     return leader, leader.make_cache
@@ -249,14 +249,14 @@ def make_runner(
     """
     quantizer = make_quantizer(config, hf_config)
     if weights is None:
-        from nanovllm.models.dummy_weights import fill_randomly
+        from nanovllm.features.dummy_weights import fill_randomly
 
         std = hf_config.initializer_range
         fill = partial(fill_randomly, parallel=parallel, quantizer=quantizer, seed=config.seed, std=std)
     else:
         adapter = None
         if config.lora is not None:
-            from nanovllm.models.lora import Adapter
+            from nanovllm.features.adapters.lora import Adapter
 
             adapter = Adapter(config.lora)
         fill = partial(
@@ -271,7 +271,7 @@ def make_runner(
     runner = runner_class(config, hf_config, fill, parallel, quantizer, find_decoder(hf_config))
     # If the ranks do not share each layer, rank 0 alone has the draft model.
     if config.draft is not None and (parallel.rank == 0 or parallel.size > 1):
-        from nanovllm.drafts.draft_model import read_draft
+        from nanovllm.features.drafts.draft_model import read_draft
 
         runner.draft = make_runner(*read_draft(config), parallel)
     return runner
@@ -281,7 +281,7 @@ def make_quantizer(config: ResolvedConfig, hf_config: "PretrainedConfig") -> "Mo
     """Return what gives the model quantised matrices; None if neither its options nor its config.json ask for any."""
     if config.quantization is None and not getattr(hf_config, "quantization_config", None):
         return None
-    from nanovllm.quantized.loading import ModelQuantizer
+    from nanovllm.features.quantized.loading import ModelQuantizer
 
     return ModelQuantizer(config, hf_config)
 
@@ -298,12 +298,12 @@ def make_scheduler(
     )
     scheduler.choose_running = getattr(runner, "choose_running", None)
     if config.speculative_config is not None:
-        from nanovllm.drafts.speculation import start_speculation
+        from nanovllm.features.drafts.speculation import start_speculation
 
         scheduler.speculation = start_speculation(config, runner, scheduler)
     if config.trace is None:
         return scheduler, []
-    from nanovllm.view.trace import Trace
+    from nanovllm.features.trace import Trace
 
     take_spans = getattr(runner, "take_spans", tuple)
     return scheduler, [Trace(config.trace, config.device, scheduler, tokenizer, take_spans)]
@@ -313,7 +313,7 @@ def load_parser(config: ResolvedConfig, tokenizer: Tokenizer | None) -> "AnswerP
     """Return the parser of outputs that the options ask for; None if they ask for none."""
     if config.reasoning_parser is None and config.tool_call_parser is None:
         return None
-    from nanovllm.parsing.parser import AnswerParser
+    from nanovllm.features.parsing.parser import AnswerParser
 
     return AnswerParser(tokenizer, config.reasoning_parser, config.tool_call_parser)
 
@@ -322,7 +322,7 @@ def find_pooling(folder: Path | None, hidden_size: int) -> Pooling:
     """Return how a folder makes vectors: as the files of sentence-transformers say, else of the last hidden state."""
     if folder is None or not any((folder / name).exists() for name in ("modules.json", "1_Pooling")):
         return LAST_TOKEN
-    from nanovllm.models.pooling_files import read_pooling
+    from nanovllm.features.scoring.pooling_files import read_pooling
 
     return read_pooling(folder, hidden_size)
 

@@ -145,7 +145,7 @@ class SamplingParams:
 
     The logits are changed in this order: masks, biases, penalties, temperature, top-k, top-p on the tokens that top-k
     kept, min-p. min-p compares with the most likely token, so no other filter changes its result.
-    `nanovllm/edits/edit_logits.py` and `nanovllm/ops/sample.py` state the rules exactly.
+    `nanovllm/features/edits/edit_logits.py` and `nanovllm/ops/sample.py` state the rules exactly.
 
     Attributes:
         temperature: divides the logits; 0 always takes the most likely token. Finite.

@@ -13,7 +13,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from nanovllm.view.page import Recording, read_recording
+from nanovllm.apps.view.page import Recording, read_recording
 
 SIZE = 13
 GAP = 3

@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks.random_checkpoint import write_random_checkpoint
 from nanovllm import LLM, LoRARequest, SamplingParams
-from nanovllm.models.shapes import preset_config
+from nanovllm.features.shapes import preset_config
 
 RANK = 16
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -67,7 +67,7 @@ def main() -> None:
     parser.add_argument("--changes", type=int, default=5)
     options = parser.parse_args()
     changes = Changes()
-    logger = logging.getLogger("nanovllm.uses.adapters")
+    logger = logging.getLogger("nanovllm.features.adapters.groups")
     logger.addHandler(changes)
     logger.setLevel(logging.INFO)
     params = SamplingParams(temperature=0, max_tokens=1)

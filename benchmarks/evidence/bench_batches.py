@@ -5,7 +5,7 @@
 
 Each number of threads runs in its own process. A rate is the number of sequences over the median time of the last
 steps, in which all of them decode. The percentage compares this time with the floor: the time that the step's bytes and
-FLOPs need (commands/floor.py) at the rates of the same threads, which the same process measures with the package's
+FLOPs need (apps/floor.py) at the rates of the same threads, which the same process measures with the package's
 product.
 "bytes" or "arithmetic" names the larger part of the floor. The last line is one JSON document.
 """
@@ -38,10 +38,10 @@ def measure(args: argparse.Namespace) -> None:
     import torch
 
     from benchmarks.bench_processors import read_rate
+    from nanovllm.apps.estimate import fetch_config
+    from nanovllm.apps.floor import Machine, Model, step_cost
     from nanovllm.backends.cpu.library import cpu_library
-    from nanovllm.commands.estimate import fetch_config
-    from nanovllm.commands.floor import Machine, Model, step_cost
-    from nanovllm.models.shapes import PRESETS
+    from nanovllm.features.shapes import PRESETS
 
     dtype = getattr(torch, args.dtype)
     library = cpu_library()

@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks.measuring import commit
 from nanovllm import LLM, SamplingParams
-from nanovllm.models.shapes import PRESETS
+from nanovllm.features.shapes import PRESETS
 
 INPUT_LEN = 32
 FIRST_STEPS = 4

@@ -32,9 +32,9 @@ from benchmarks.bench_workload import write_checkpoint
 from benchmarks.measuring import commit
 from benchmarks.rivals.worker import DepthTimes, Engine
 from benchmarks.rivals.worker import main as work
-from nanovllm.commands.floor import Model, measure_machine, step_cost
+from nanovllm.apps.floor import Model, measure_machine, step_cost
+from nanovllm.features.shapes import PRESETS, preset_config
 from nanovllm.models.model_config import load_model_config
-from nanovllm.models.shapes import PRESETS, preset_config
 
 OURS = ("auto", "int8")
 MODES = {line: (name, mode) for name, rival in RIVALS.items() for line, mode in rival.modes.items()}

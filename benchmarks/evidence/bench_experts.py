@@ -26,10 +26,10 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks.measuring import commit
 from nanovllm import LLM, SamplingParams
-from nanovllm.commands.bench import Recorder
-from nanovllm.commands.estimate import fetch_config
-from nanovllm.commands.floor import Model, count_expert, measure_machine
-from nanovllm.models.shapes import preset_config
+from nanovllm.apps.bench import Recorder
+from nanovllm.apps.estimate import fetch_config
+from nanovllm.apps.floor import Model, count_expert, measure_machine
+from nanovllm.features.shapes import preset_config
 
 
 def count_touched(model: Any) -> list[int]:

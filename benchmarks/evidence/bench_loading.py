@@ -22,7 +22,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks.random_checkpoint import CONFIGS, write_random_checkpoint
-from nanovllm.models.shapes import PRESETS, preset_config
+from nanovllm.features.shapes import PRESETS, preset_config
 
 AT_LOAD = ("int8", "int8-dynamic")
 """Formats that are made while a bfloat16 checkpoint is read."""

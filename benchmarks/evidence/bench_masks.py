@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from nanovllm import StructuredOutputsParams
-from nanovllm.edits.grammars import Grammars, fill_masks
+from nanovllm.features.edits.grammars import Grammars, fill_masks
 from nanovllm.text.tokenizer import Tokenizer
 
 ROUNDS = 20

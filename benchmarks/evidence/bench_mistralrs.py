@@ -25,7 +25,7 @@ def prepare(folder: Path, lens: list[int]) -> None:
     from tokenizers import Tokenizer
 
     from benchmarks.random_checkpoint import write_random_checkpoint
-    from nanovllm.models.shapes import preset_config
+    from nanovllm.features.shapes import preset_config
 
     write_random_checkpoint(preset_config("qwen3-0.6b"), "bfloat16", folder)
     weights = {}

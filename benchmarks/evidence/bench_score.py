@@ -21,9 +21,9 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from lm_eval.models.huggingface import HFLM
 
 from benchmarks.bench_workload import write_checkpoint
+from nanovllm.features.shapes import preset_config
 from nanovllm.lm_eval import NanoVLLM, Pair
 from nanovllm.models.hub import find_model
-from nanovllm.models.shapes import preset_config
 
 
 def make_pairs(contexts: int, context_len: int, choices: int, choice_len: int, vocab_size: int) -> list[Pair]:

@@ -30,9 +30,9 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks.measuring import commit
 from nanovllm import LLM, SamplingParams
-from nanovllm.drafts.costs import StepCosts
-from nanovllm.drafts.speculation import start_speculation
 from nanovllm.engine.plan import StepPlan
+from nanovllm.features.drafts.costs import StepCosts
+from nanovllm.features.drafts.speculation import start_speculation
 from nanovllm.utils.clock import Clock
 
 FILES = ("bisect", "heapq", "textwrap", "shlex", "fnmatch", "queue", "sched", "colorsys")

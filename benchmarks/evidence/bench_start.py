@@ -101,8 +101,8 @@ def find_folder(args: argparse.Namespace) -> Path:
 
     from benchmarks.bench_workload import write_checkpoint
     from nanovllm.backends.cpu.library import cache_folder
+    from nanovllm.features.shapes import PRESETS, preset_config
     from nanovllm.models.hub import PATTERNS, find_model
-    from nanovllm.models.shapes import PRESETS, preset_config
 
     if args.model not in PRESETS:
         return find_model(args.model)

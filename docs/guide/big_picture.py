@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.distributed.ring import pack_plan
 from nanovllm.engine.plan import StepPlan, StepResult
 from nanovllm.engine.scheduled_step import ScheduledStep
+from nanovllm.features.distributed.ring import pack_plan
 
 STEP = 3
 """The step whose numbers the picture shows: two sequences decode, one prompt is finished, and another one begins."""

@@ -27,9 +27,9 @@ from docs.guide import from_nothing as engine
 from docs.guide.big_picture import STORIES
 from docs.guide.exercises import replay, tell_story
 from nanovllm import LLM, SamplingParams
-from nanovllm.distributed.ring import pack_plan
+from nanovllm.apps.view.page import Recording, read_recording, write_page
+from nanovllm.features.distributed.ring import pack_plan
 from nanovllm.ops.sample import uniform_reference
-from nanovllm.view.page import Recording, read_recording, write_page
 
 DECODE = "#0072b2"
 PREFILL = "#e69f00"

@@ -93,8 +93,8 @@ def find_balance() -> str:
     """Chapter 3: the smallest number of requests whose keys and values are more bytes than the weights."""
     import torch
 
+    from nanovllm.features.shapes import preset_config
     from nanovllm.models.model_config import load_model_config
-    from nanovllm.models.shapes import preset_config
     from nanovllm.models.sizes import Sizes
 
     sizes = Sizes(load_model_config(preset_config("qwen3-0.6b"), "qwen3-0.6b"))

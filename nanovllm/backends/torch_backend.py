@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from nanovllm.backends.base import Backend
-from nanovllm.layers.embedding import LMHead, VocabParallelEmbedding
-from nanovllm.layers.linear import MatrixModule, PackedMatrix
+from nanovllm.models.layers.embedding import LMHead, VocabParallelEmbedding
+from nanovllm.models.layers.linear import MatrixModule, PackedMatrix
 from nanovllm.utils.machine import torch_in_one_thread
 
 

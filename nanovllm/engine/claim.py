@@ -83,7 +83,7 @@ class Claim:
         self.state = State.READY
         """Only an activity that has the engine sets it."""
         self.on_begin: Callable[[str], None] = lambda activity: None
-        """Called with the name of each activity, when that has the engine. uses/adapters.py sets it."""
+        """Called with the name of each activity, when that has the engine. features/adapters/groups.py sets it."""
         self._free = WeakMethod(free)  # a strong reference would be a cycle: `del llm` would not free memory at once
         self._pid = os.getpid()
         self._holder: _Holder | None = None

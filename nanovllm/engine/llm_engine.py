@@ -31,7 +31,7 @@ from nanovllm.utils.checks import quote, refuse
 from nanovllm.utils.clock import Clock
 
 if TYPE_CHECKING:
-    from nanovllm.edits.editing import Editing
+    from nanovllm.features.edits.editing import Editing
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +83,7 @@ class LLMEngine:
     `run` takes requests and calls `step` until all requests have ended. At depth 1 the host launches a step and waits
     for its result. At depth 2 the host plans and launches step N + 1 while the device runs step N, so it reads tokens
     one step later. All depths run the same code; at depth 2 `_in_flight` has one more entry. If each rank
-    has some of the layers (a pipeline), the depth is larger: see distributed/options.py.
+    has some of the layers (a pipeline), the depth is larger: see features/distributed/options.py.
     """
 
     def __init__(

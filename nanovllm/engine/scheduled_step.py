@@ -13,7 +13,7 @@ from nanovllm.engine.rows import Rows
 from nanovllm.engine.sequence import Sequence
 
 if TYPE_CHECKING:
-    from nanovllm.engine.scoring import Scored
+    from nanovllm.features.scoring.scoring import Scored
 
 
 class ScheduledStep(NamedTuple):

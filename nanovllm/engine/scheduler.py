@@ -23,8 +23,8 @@ from nanovllm.engine.sequence import Sequence
 from nanovllm.outputs import FinishReason
 
 if TYPE_CHECKING:
-    from nanovllm.drafts.speculation import Speculation
-    from nanovllm.engine.scoring import Scored, Scoring
+    from nanovllm.features.drafts.speculation import Speculation
+    from nanovllm.features.scoring.scoring import Scored, Scoring
 
 _NO_TARGETS = np.empty(0, np.int32)
 
@@ -88,7 +88,7 @@ class Scheduler:
         self.may_stop[list(seq.stop_ids)] = True
         if seq.params.prompt_logprobs is not None or seq.params.embed:
             if self.scoring is None:
-                from nanovllm.engine.scoring import Scoring
+                from nanovllm.features.scoring.scoring import Scoring
 
                 self.scoring = Scoring()
             self.scoring.add(seq)

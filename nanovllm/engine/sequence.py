@@ -14,8 +14,8 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.stop_strings import StopStringMatcher
 
 if TYPE_CHECKING:
-    from nanovllm.edits.row_edits import RowEdits
-    from nanovllm.engine.scoring import PromptScores
+    from nanovllm.features.edits.row_edits import RowEdits
+    from nanovllm.features.scoring.scoring import PromptScores
 
 MASK_64 = 2**64 - 1
 

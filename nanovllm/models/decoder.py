@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from nanovllm.backends import Backend, CacheSize, KVCache, LayerCache
-from nanovllm.layers.embedding import LMHead, VocabParallelEmbedding
-from nanovllm.layers.linear import ColumnParallelLinear, Part, RowParallelLinear
-from nanovllm.layers.parallel import Parallel
+from nanovllm.models.layers.embedding import LMHead, VocabParallelEmbedding
+from nanovllm.models.layers.linear import ColumnParallelLinear, Part, RowParallelLinear
+from nanovllm.models.layers.parallel import Parallel
 from nanovllm.models.model_config import find_family, find_rotary_dim
 from nanovllm.ops.norm_rope_store import NormRope
 from nanovllm.ops.step_inputs import StepInputs

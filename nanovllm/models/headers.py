@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nanovllm.layers.weights import FLOATS
 from nanovllm.models.config_sizes import compare_sizes
+from nanovllm.models.layers.weights import FLOATS
 from nanovllm.models.model_config import is_headless
 from nanovllm.models.weight_reader import (
     INDEX,

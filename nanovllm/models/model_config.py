@@ -47,24 +47,24 @@ class Family:
 QWEN3_5 = Family(
     "Qwen3_5TextConfig",
     qk_norm=True,
-    decoder="nanovllm.models.qwen3_5.decoder:HybridDecoder",
-    check="nanovllm.models.qwen3_5.decoder:check_hybrid",
-    resolve="nanovllm.models.qwen3_5.states:resolve_states",
+    decoder="nanovllm.features.families.qwen3_5.decoder:HybridDecoder",
+    check="nanovllm.features.families.qwen3_5.decoder:check_hybrid",
+    resolve="nanovllm.features.families.qwen3_5.states:resolve_states",
     unread=("model.visual.", "mtp."),
 )
 QWEN3_5_MOE = replace(
     QWEN3_5,
     config_class="Qwen3_5MoeTextConfig",
-    decoder="nanovllm.models.qwen3_5_moe:SparseHybridDecoder",
-    check="nanovllm.models.qwen3_5_moe:check_sparse_hybrid",
+    decoder="nanovllm.features.families.qwen3_5_moe:SparseHybridDecoder",
+    check="nanovllm.features.families.qwen3_5_moe:check_sparse_hybrid",
 )
 FAMILIES = {
     "Qwen3ForCausalLM": Family("Qwen3Config", qk_norm=True),
     "Qwen3MoeForCausalLM": Family(
         "Qwen3MoeConfig",
         qk_norm=True,
-        decoder="nanovllm.models.qwen3_moe.decoder:SparseDecoder",
-        check="nanovllm.models.qwen3_moe.decoder:check_sparse",
+        decoder="nanovllm.features.families.qwen3_moe.decoder:SparseDecoder",
+        check="nanovllm.features.families.qwen3_moe.decoder:check_sparse",
     ),
     "Qwen2ForCausalLM": Family("Qwen2Config", biases=(True, False)),
     "LlamaForCausalLM": Family("LlamaConfig"),

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nanovllm.backends import Backend, CacheSize
-from nanovllm.layers.parallel import Parallel
-from nanovllm.layers.weights import Quantizer
+from nanovllm.models.layers.parallel import Parallel
+from nanovllm.models.layers.weights import Quantizer
 from nanovllm.models.model_config import find_decoder
 
 if TYPE_CHECKING:

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from nanovllm.layers.embedding import LMHead
-from nanovllm.layers.weights import NamedTargets, ShardedLayer, WeightTarget, make_whole_target
+from nanovllm.models.layers.embedding import LMHead
+from nanovllm.models.layers.weights import NamedTargets, ShardedLayer, WeightTarget, make_whole_target
 
 if TYPE_CHECKING:
     from nanovllm.models.decoder import Decoder

@@ -16,9 +16,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from nanovllm.layers.parallel import Parallel
-from nanovllm.layers.weights import Quantizer, WeightTarget
 from nanovllm.models.decoder import Decoder
+from nanovllm.models.layers.parallel import Parallel
+from nanovllm.models.layers.weights import Quantizer, WeightTarget
 from nanovllm.models.leftovers import find_doubt
 from nanovllm.models.model_config import read_json
 from nanovllm.models.weight_names import find_elsewhere, find_targets

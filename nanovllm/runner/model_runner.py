@@ -12,8 +12,8 @@ from nanovllm.backends.steps import EAGER, Steps, Stopwatch
 from nanovllm.config import ResolvedConfig
 from nanovllm.engine.interfaces import StepEdits
 from nanovllm.engine.plan import StepPlan, find_lengths
-from nanovllm.layers.parallel import Parallel
 from nanovllm.models.decoder import Decoder, make_rotary_table
+from nanovllm.models.layers.parallel import Parallel
 from nanovllm.models.sizes import Sizes
 from nanovllm.models.weight_reader import allocate
 from nanovllm.ops.step_inputs import StepInputs
@@ -28,7 +28,7 @@ from nanovllm.utils.machine import default_dtype
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-    from nanovllm.quantized.loading import ModelQuantizer
+    from nanovllm.features.quantized.loading import ModelQuantizer
 
 LaunchedLayers = tuple[HeadInputs, Steps, Stopwatch]
 """A step whose layers are launched. `ModelRunner.launch_head` takes it."""
@@ -38,7 +38,7 @@ class ModelRunner:
     """One rank: the model, its KV cache, and the device's tables. Steps run in the order of their launch.
 
     A rank is a process that computes the model or a share of it. With several ranks, rank 0 plans the steps and sends
-    each plan to the other ranks through shared memory, and every rank calls `launch` with it (distributed/leader.py).
+    each plan to the other ranks through shared memory, and every rank calls `launch` with it (features/distributed/leader.py).
     If a rank dies, a call of rank 0 raises a RuntimeError within seconds, and `reason_to_close` says that the engine
     cannot go on. `backend` has all that differs from device to device. `device_rows` are the device's tables: a row has
     a sequence's blocks, its last token and its sampling values.
@@ -151,7 +151,7 @@ class ModelRunner:
             inputs, hidden = steps.replay("layers", plan.num_seqs)
         target_indices = None
         if len(plan.targets):
-            from nanovllm.runner.targets import find_targets
+            from nanovllm.features.scoring.targets import find_targets
 
             target_indices = find_targets(plan)
         rows, sample_indices, positions = choose_samples(plan, inputs, self.backend)
@@ -174,7 +174,7 @@ class ModelRunner:
         asked = self.device_rows.sampling_cpu[plan.rows]
         targets = None
         if len(plan.targets):
-            from nanovllm.runner.targets import Targets
+            from nanovllm.features.scoring.targets import Targets
 
             targets = Targets(head, asked["num_prompt_logprobs"], self.model, self.backend)
         if not plan.num_sampled.any():

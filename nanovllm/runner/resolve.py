@@ -8,8 +8,8 @@ import torch
 from nanovllm.backends import Backend, find_backend
 from nanovllm.backends.devices import DEVICES
 from nanovllm.config import DEFAULT_NUM_SEQS, TOKEN_BUDGETS, WORTH_COMPILING, EngineConfig, ResolvedConfig
-from nanovllm.layers.parallel import Parallel
 from nanovllm.models.decoder import share_heads
+from nanovllm.models.layers.parallel import Parallel
 from nanovllm.models.model_config import limit_length
 from nanovllm.models.sizes import Sizes, check_shares
 from nanovllm.ops.sample import SamplingValues

@@ -9,7 +9,7 @@ from torch import Tensor
 from nanovllm.backends import Backend
 from nanovllm.engine.interfaces import StepEdits
 from nanovllm.engine.plan import StepPlan
-from nanovllm.layers.parallel import Parallel
+from nanovllm.models.layers.parallel import Parallel
 from nanovllm.ops.step_inputs import StepInputs
 from nanovllm.runner.device_rows import DeviceRows
 

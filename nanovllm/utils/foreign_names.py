@@ -6,7 +6,7 @@ from functools import cache
 from typing import Any
 
 from nanovllm.utils.checks import quote
-from nanovllm.vllm_names import ACCEPTED, ADVICE, ANY, GUIDED, RENAMED
+from nanovllm.utils.vllm_names import ACCEPTED, ADVICE, ANY, GUIDED, RENAMED
 
 logger = logging.getLogger(__name__)
 

@@ -9,10 +9,10 @@ from helpers.batch_jobs import openai_line
 from helpers.tiny import SMALL, draw_prompts, make_tokenizer
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.apps.jobs.request_lines import prepare_request, read_request_line
+from nanovllm.apps.jobs.result_lines import make_result_line
+from nanovllm.apps.jobs.source import Line
 from nanovllm.engine.sequence import derive_seed
-from nanovllm.jobs.request_lines import prepare_request, read_request_line
-from nanovllm.jobs.result_lines import make_result_line
-from nanovllm.jobs.source import Line
 
 LONG, SHORT = draw_prompts([70, 5])
 

@@ -19,9 +19,9 @@ from helpers.tiny import SMALL, edit_json, save_random
 from safetensors.torch import load_file, save_file
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.apps.jobs.request_lines import _SAMPLING as SAMPLING_OF_LINES
 from nanovllm.backends.torch_backend import TorchBackend
 from nanovllm.config import EngineConfig
-from nanovllm.jobs.request_lines import _SAMPLING as SAMPLING_OF_LINES
 
 OPTIONS = SMALL | {"max_model_len": 32, "num_kvcache_blocks": 8}
 GREEDY = SamplingParams(temperature=0, max_tokens=4)

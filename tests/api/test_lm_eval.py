@@ -275,7 +275,7 @@ def test_an_interrupted_evaluation_leaves_a_model_that_evaluates(
 
 
 def test_a_flag_that_no_command_knows_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    from nanovllm.commands.cli import main
+    from nanovllm.apps.cli import main
 
     with pytest.raises(SystemExit):
         main(["estimate", "qwen3-8b", "--gpu-memory", "80GB", "--tasks", "x"])

@@ -18,9 +18,9 @@ from huggingface_hub import constants, errors
 from safetensors.torch import save_file
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.commands.cli import main
+from nanovllm.apps.cli import main
+from nanovllm.features.diagnosis import UNFINISHED_FILES, explain
 from nanovllm.models import hub
-from nanovllm.models.diagnosis import UNFINISHED_FILES, explain
 
 OPTIONS: dict[str, Any] = {"dtype": "float32", "device": "cpu", "max_model_len": 64, "kvcache_memory_bytes": 8 << 20}
 

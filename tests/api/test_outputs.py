@@ -20,7 +20,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from nanovllm import LLM, Completion, Output, SamplingParams
-from nanovllm.text.conversations import render_conversations
+from nanovllm.features.conversations import render_conversations
 from nanovllm.text.stop_strings import StopStringMatcher
 from nanovllm.text.tokenizer import Tokenizer as ModelTokenizer
 from nanovllm.utils.progress import ProgressBar

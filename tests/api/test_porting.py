@@ -15,12 +15,13 @@ from helpers.paths import ROOT
 from helpers.tiny import make_tokenizer
 
 import nanovllm
-from nanovllm import LLM, SamplingParams, StructuredOutputsParams, vllm_names
+from nanovllm import LLM, SamplingParams, StructuredOutputsParams
+from nanovllm.apps.ported import NAMES
 from nanovllm.config import EngineConfig
-from nanovllm.ported import NAMES
 from nanovllm.sampling_params import KINDS, GuidedDecodingParams
+from nanovllm.utils import vllm_names
 from nanovllm.utils.foreign_names import translate_names
-from nanovllm.vllm_names import ACCEPTED, ADVICE, GUIDED
+from nanovllm.utils.vllm_names import ACCEPTED, ADVICE, GUIDED
 from scripts.count_lines import find_imports, find_modules
 
 OPTIONS = ACCEPTED["LLM"]

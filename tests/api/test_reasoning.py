@@ -11,9 +11,9 @@ from helpers.paths import ROOT
 from helpers.tiny import END, save_reciter
 
 from nanovllm import LLM, EngineConfig, SamplingParams
-from nanovllm.jobs.job import Job
-from nanovllm.jobs.run import run_job
-from nanovllm.parsing.thinking import ThinkingTokens
+from nanovllm.apps.jobs.job import Job
+from nanovllm.apps.jobs.run import run_job
+from nanovllm.features.parsing.thinking import ThinkingTokens
 from nanovllm.text.tokenizer import Tokenizer
 
 SAID = "<think>bc</think>\nde"

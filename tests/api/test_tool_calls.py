@@ -10,10 +10,10 @@ import pytest
 from helpers.batch_jobs import openai_line, read_answers, write_lines
 
 from nanovllm import LLM, EngineConfig, SamplingParams
-from nanovllm.jobs.job import Job
-from nanovllm.jobs.run import run_job
-from nanovllm.parsing.tool_calls import MOST_CALLS, split_tool_calls
-from nanovllm.text.conversations import read_conversation
+from nanovllm.apps.jobs.job import Job
+from nanovllm.apps.jobs.run import run_job
+from nanovllm.features.conversations import read_conversation
+from nanovllm.features.parsing.tool_calls import MOST_CALLS, split_tool_calls
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"x": 1, "y": "é"}}\n</tool_call>'
 LLAMA = '{"name": "add", "parameters": {"x": 1, "y": "é"}}'

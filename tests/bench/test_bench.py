@@ -14,8 +14,8 @@ import torch
 
 import bench
 from benchmarks.bench_workload import write_checkpoint
-from nanovllm.commands.bench import make_workload
-from nanovllm.commands.floor import Cost, Machine, Model, ideal_steps, step_cost
+from nanovllm.apps.bench import make_workload
+from nanovllm.apps.floor import Cost, Machine, Model, ideal_steps, step_cost
 from nanovllm.models.model_config import load_model_config
 
 QWEN3_06B = {

@@ -21,8 +21,8 @@ import bench
 from benchmarks import bench_compare
 from benchmarks.bench_compare import RIVALS, Rival, compare
 from benchmarks.rivals import worker
-from nanovllm.commands.bench import Workload
-from nanovllm.commands.floor import Machine
+from nanovllm.apps.bench import Workload
+from nanovllm.apps.floor import Machine
 
 MACHINE = Machine(1.0, 2.0, 3.0)
 WORKLOAD = Workload([[1, 2, 3], [4]], [5, 2])
@@ -105,8 +105,8 @@ from pathlib import Path
 import torch
 import bench
 from benchmarks import bench_compare
-from nanovllm.commands.floor import Machine
-from nanovllm.commands.bench import Workload
+from nanovllm.apps.floor import Machine
+from nanovllm.apps.bench import Workload
 
 folder = Path(sys.argv[1])
 sleeper = f"""

@@ -12,9 +12,9 @@ import pytest
 from helpers.batch_jobs import write_lines
 
 from nanovllm import __version__
-from nanovllm.commands.cli import main
+from nanovllm.apps.cli import main
+from nanovllm.apps.jobs.job import STATUS_HELP, Status
 from nanovllm.config import EngineConfig
-from nanovllm.jobs.job import STATUS_HELP, Status
 from nanovllm.utils.spin import SPIN_COUNT
 
 
@@ -29,7 +29,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
 
 def test_help_answers_without_torch() -> None:
     code = (
-        "import sys; from nanovllm.commands.cli import main\n"
+        "import sys; from nanovllm.apps.cli import main\n"
         "try: main(['run-batch', '--help'])\n"
         "except SystemExit: print([m for m in ('torch', 'numpy', 'transformers') if m in sys.modules])"
     )
@@ -87,7 +87,7 @@ def test_every_engine_option_reaches_the_engine(monkeypatch: pytest.MonkeyPatch)
         flag = f"--{option}" if value is True else f"--no-{option}" if value is False else f"--{option}={text}"
         arguments.append(flag)
     jobs = []
-    monkeypatch.setattr("nanovllm.jobs.run.run_job", lambda job: jobs.append(job) or Status.OK)
+    monkeypatch.setattr("nanovllm.apps.jobs.run.run_job", lambda job: jobs.append(job) or Status.OK)
     assert main(arguments) == 0
     (job,) = jobs
     assert job.config == EngineConfig("a", **given)
@@ -151,9 +151,9 @@ def test_a_model_that_is_not_there_is_refused_and_another_may_be_tried(
 def test_the_command_bounds_how_long_threads_spin_before_torch_is_loaded() -> None:
     """And leaves what the user has set."""
     code = (
-        "import os, sys, nanovllm.jobs.run, nanovllm.commands.cli\n"
-        "nanovllm.jobs.run.run_job = lambda _: print('torch' in sys.modules, os.environ.get('GOMP_SPINCOUNT')) or 0\n"
-        "nanovllm.commands.cli.main(['run-batch', '-i', 'in', '-o', 'out', '--model', 'm'])"
+        "import os, sys, nanovllm.apps.jobs.run, nanovllm.apps.cli\n"
+        "nanovllm.apps.jobs.run.run_job = lambda _: print('torch' in sys.modules, os.environ.get('GOMP_SPINCOUNT')) or 0\n"
+        "nanovllm.apps.cli.main(['run-batch', '-i', 'in', '-o', 'out', '--model', 'm'])"
     )
     environment = {k: v for k, v in os.environ.items() if k not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
     for given, expected in (({}, SPIN_COUNT), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "passive"}, None)):
@@ -169,7 +169,7 @@ def test_an_interrupted_command_ends_without_the_interpreters_clean_up(status: i
     """All that was printed arrives."""
     script = f"""
 import atexit
-from nanovllm.commands import cli
+from nanovllm.apps import cli
 atexit.register(print, "cleaned up")
 cli.main = lambda: print("said") or {status}
 cli.run()

@@ -10,14 +10,14 @@ import torch
 from helpers.batch_jobs import write_lines
 from helpers.paths import ROOT
 
-from nanovllm.commands.cli import main
-from nanovllm.commands.estimate import estimate, fetch_config, parse_size
-from nanovllm.commands.floor import MACHINES, Machine
+from nanovllm.apps.cli import main
+from nanovllm.apps.estimate import estimate, fetch_config, parse_size
+from nanovllm.apps.floor import MACHINES, Machine
 from nanovllm.config import EngineConfig
-from nanovllm.models.shapes import preset_config
+from nanovllm.features.quantized.formats import INT8
+from nanovllm.features.quantized.loading import count_bytes
+from nanovllm.features.shapes import preset_config
 from nanovllm.models.sizes import Sizes
-from nanovllm.quantized.formats import INT8
-from nanovllm.quantized.loading import count_bytes
 
 BF16 = torch.bfloat16
 GIB = 1 << 30

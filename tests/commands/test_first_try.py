@@ -15,9 +15,9 @@ import torch
 from helpers.paths import ROOT
 
 from nanovllm import LLM, SamplingParams, __version__
+from nanovllm.apps.cli import main
+from nanovllm.apps.doctor import describe
 from nanovllm.backends import NAMES
-from nanovllm.commands.cli import main
-from nanovllm.commands.doctor import describe
 
 # ---- chat
 
@@ -189,7 +189,7 @@ def test_a_model_that_is_not_there_is_refused(capsys: pytest.CaptureFixture[str]
 @pytest.mark.parametrize("command", ["chat", "doctor"])
 def test_both_have_help_without_torch(command: str) -> None:
     code = (
-        "import sys; from nanovllm.commands.cli import main\n"
+        "import sys; from nanovllm.apps.cli import main\n"
         f"try: main([{command!r}, '--help'])\n"
         "except SystemExit: print([m for m in ('torch', 'numpy', 'transformers') if m in sys.modules])"
     )

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from docs.estimator import AWQ, NUMBERS, describe_preset, render_estimator
-from nanovllm.commands.cli import main
-from nanovllm.commands.floor import Machine, Model, step_cost
+from nanovllm.apps.cli import main
+from nanovllm.apps.floor import Machine, Model, step_cost
+from nanovllm.features.shapes import PRESETS, preset_config
 from nanovllm.models.model_config import load_model_config
-from nanovllm.models.shapes import PRESETS, preset_config
 
 SET = """
 const [settings] = arguments;

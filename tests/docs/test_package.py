@@ -286,8 +286,8 @@ def test_a_model_is_made_on_its_device_entirely() -> None:
     from transformers import Qwen3Config
 
     from nanovllm.backends.torch_backend import TorchBackend
-    from nanovllm.layers.parallel import Parallel
     from nanovllm.models.decoder import Decoder
+    from nanovllm.models.layers.parallel import Parallel
 
     shape = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
     config = Qwen3Config(**shape, head_dim=32)
@@ -323,7 +323,7 @@ def test_a_wheel_holds_every_file_of_the_package_and_no_other(tmp_path: Path) ->
     packed = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     package = tmp_path / "nanovllm"
     assert packed == {str(path.relative_to(tmp_path)) for path in package.rglob("*") if path.is_file()}
-    for name in ("py.typed", "view/page.js", "backends/cpu/kernels.cpp", "assets/tiny-qwen3/model.safetensors"):
+    for name in ("py.typed", "apps/view/page.js", "backends/cpu/kernels.cpp", "assets/tiny-qwen3/model.safetensors"):
         assert f"nanovllm/{name}" in packed
 
 

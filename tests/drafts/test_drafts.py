@@ -13,9 +13,9 @@ from helpers.variants import REQUESTS, VARIANTS, tokens
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.backends.cpu.backend import CpuBackend
-from nanovllm.drafts.draft_model import ModelDrafter
 from nanovllm.engine.scheduled_step import ScheduledStep
 from nanovllm.engine.sequence import Sequence
+from nanovllm.features.drafts.draft_model import ModelDrafter
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
 
@@ -230,7 +230,7 @@ def test_what_is_wrong_with_the_option_is_named(given: Any, message: str) -> Non
 
 
 def test_bounds_default_as_vllm_s() -> None:
-    from nanovllm.drafts.options import read_speculative_config
+    from nanovllm.features.drafts.options import read_speculative_config
 
     def bounds(**given: int) -> tuple[int, int]:
         config = read_speculative_config({"num_speculative_tokens": 4, **given})

@@ -23,19 +23,19 @@ from helpers.traces import run_trace, traces
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanovllm.drafts.costs import StepCosts, choose_num_drafts, measure_costs, time_steps
-from nanovllm.drafts.draft_model import ModelDrafter
-from nanovllm.drafts.ngrams import NgramDrafter
-from nanovllm.drafts.speculation import Speculation
+from nanovllm.apps.jobs.counts import JobCounts
+from nanovllm.apps.jobs.result_lines import ResultLine, Usage
+from nanovllm.apps.view.page import read_recording
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.plan import StepPlan, StepResult
 from nanovllm.engine.scheduled_step import ScheduledStep
 from nanovllm.engine.sequence import Sequence
-from nanovllm.jobs.counts import JobCounts
-from nanovllm.jobs.result_lines import ResultLine, Usage
+from nanovllm.features.drafts.costs import StepCosts, choose_num_drafts, measure_costs, time_steps
+from nanovllm.features.drafts.draft_model import ModelDrafter
+from nanovllm.features.drafts.ngrams import NgramDrafter
+from nanovllm.features.drafts.speculation import Speculation
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.progress import ProgressBar
-from nanovllm.view.page import read_recording
 
 
 class Adversary:
@@ -282,7 +282,7 @@ def test_a_disturbed_start_makes_no_row_dearer_than_further_ones(monkeypatch: py
             now += (0.01 + 0.001 * plan.num_tokens) * (3 if 0.02 < now < 0.5 or plan.num_tokens == 2 else 1)
             return SimpleNamespace(result=lambda: None)
 
-    monkeypatch.setattr("nanovllm.drafts.costs.time", SimpleNamespace(perf_counter=lambda: now))
+    monkeypatch.setattr("nanovllm.features.drafts.costs.time", SimpleNamespace(perf_counter=lambda: now))
     found = time_steps(Runner(), SimpleNamespace(max_num_seqs=8), [1, 2, 3, 4, 6, 8, 12, 16, 24, 32], 3)
     assert (1000 * found).round(6).tolist() == [11, 13, 13, 14, 16, 18, 22, 26, 34, 42]
 
@@ -301,7 +301,7 @@ def test_a_step_without_drafts_is_priced_as_it_runs(eager: bool, monkeypatch: py
             now += 0.01 * plan.num_tokens * (0.5 if only_decodes and not eager else 1)
             return SimpleNamespace(result=lambda: None)
 
-    monkeypatch.setattr("nanovllm.drafts.costs.time", SimpleNamespace(perf_counter=lambda: now))
+    monkeypatch.setattr("nanovllm.features.drafts.costs.time", SimpleNamespace(perf_counter=lambda: now))
     config = SimpleNamespace(max_num_seqs=64, max_num_batched_tokens=100, enforce_eager=eager, draft=None)
     costs = measure_costs(Runner(), config, 3)  # type: ignore[arg-type]
     share = 1 if eager else 0.5

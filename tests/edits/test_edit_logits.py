@@ -25,9 +25,9 @@ from transformers import PreTrainedModel
 from nanovllm import LLM, SamplingParams
 from nanovllm.backends import make_backend
 from nanovllm.backends.steps import EAGER
-from nanovllm.edits.bad_words import BadWord
-from nanovllm.edits.edit_logits import EditOperators, edit_logits_reference
-from nanovllm.edits.row_edits import RowEdits
+from nanovllm.features.edits.bad_words import BadWord
+from nanovllm.features.edits.edit_logits import EditOperators, edit_logits_reference
+from nanovllm.features.edits.row_edits import RowEdits
 from nanovllm.ops.sample import sample_reference
 from nanovllm.runner.step_handle import StepHandle
 from nanovllm.text.tokenizer import Tokenizer

@@ -21,9 +21,9 @@ pytest.importorskip("llguidance")
 import jsonschema
 
 from nanovllm import StructuredOutputsParams
-from nanovllm.edits import compiler, json_schema
-from nanovllm.edits.grammars import Grammars, fill_masks, read_value
-from nanovllm.edits.json_schema import read_schema, walk_schema
+from nanovllm.features.edits import compiler, json_schema
+from nanovllm.features.edits.grammars import Grammars, fill_masks, read_value
+from nanovllm.features.edits.json_schema import read_schema, walk_schema
 from nanovllm.text.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer(BOX_MODEL)

@@ -15,11 +15,11 @@ from helpers.batch_jobs import openai_line, read_answers, write_lines
 from helpers.schemas import SCHEMAS
 
 import nanovllm
-from nanovllm.edits import trial
-from nanovllm.edits.grammar_size import MOST, SAFE, is_safe, measure_schema, measure_text
-from nanovllm.edits.grammars import Grammars
-from nanovllm.edits.json_schema import read_schema
-from nanovllm.jobs.job import Status
+from nanovllm.apps.jobs.job import Status
+from nanovllm.features.edits import trial
+from nanovllm.features.edits.grammar_size import MOST, SAFE, is_safe, measure_schema, measure_text
+from nanovllm.features.edits.grammars import Grammars
+from nanovllm.features.edits.json_schema import read_schema
 from nanovllm.text.tokenizer import Tokenizer
 
 VOCAB_SIZE = 664
@@ -178,7 +178,9 @@ def test_children_run_beside_each_other_and_import_no_torch(compiler: Grammars) 
     with ThreadPoolExecutor(4) as pool:
         for found in pool.map(lambda text: trial.try_in_child("json", text, {}, VOCAB_SIZE, EOS), wanted):
             assert found == ""
-    script = "import nanovllm.edits.trial, sys; print([name for name in ('torch', 'numpy') if name in sys.modules])"
+    script = (
+        "import nanovllm.features.edits.trial, sys; print([name for name in ('torch', 'numpy') if name in sys.modules])"
+    )
     assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True).stdout.strip() == "[]"
 
 

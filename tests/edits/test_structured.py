@@ -27,15 +27,15 @@ import jsonschema
 from pydantic import BaseModel
 
 from nanovllm import LLM, SamplingParams, StructuredOutputsParams
+from nanovllm.apps.jobs.job import Job, Status
+from nanovllm.apps.jobs.request_lines import LineError, prepare_request, read_request_line
+from nanovllm.apps.jobs.run import run_job
+from nanovllm.apps.jobs.source import Line
 from nanovllm.config import EngineConfig
-from nanovllm.drafts.costs import StepCosts
-from nanovllm.drafts.speculation import Speculation
-from nanovllm.edits import compiler, grammars
-from nanovllm.edits.grammars import Grammars
-from nanovllm.jobs.job import Job, Status
-from nanovllm.jobs.request_lines import LineError, prepare_request, read_request_line
-from nanovllm.jobs.run import run_job
-from nanovllm.jobs.source import Line
+from nanovllm.features.drafts.costs import StepCosts
+from nanovllm.features.drafts.speculation import Speculation
+from nanovllm.features.edits import compiler, grammars
+from nanovllm.features.edits.grammars import Grammars
 from nanovllm.outputs import Output
 
 OPTIONS: dict[str, Any] = {"dtype": "float32", "device": "cpu", "max_model_len": 1024, "max_num_seqs": 64}
@@ -330,7 +330,7 @@ def test_what_a_model_cannot_do_is_refused_before_anything_runs(
         llm.generate(["a", "b"], [SamplingParams(), SamplingParams(structured_outputs=bad)], use_tqdm=False)
     with LLM(random_model, max_model_len=64) as bare, pytest.raises(ValueError, match="needs a tokenizer"):
         bare.generate([[1, 2]], SamplingParams(structured_outputs=asked))
-    monkeypatch.delitem(sys.modules, "nanovllm.edits.grammars")
+    monkeypatch.delitem(sys.modules, "nanovllm.features.edits.grammars")
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with (
         LLM("tiny-qwen3", **OPTIONS, num_kvcache_blocks=16) as llm,

@@ -8,7 +8,7 @@ from helpers.fakes import FakeRunner, expected_scores, expected_tokens, found_sc
 from helpers.traces import run_trace, traces
 from hypothesis import given, settings
 
-from nanovllm.distributed.stages import choose_ready
+from nanovllm.features.distributed.stages import choose_ready
 from nanovllm.sampling_params import SamplingParams
 
 

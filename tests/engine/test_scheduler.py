@@ -14,8 +14,8 @@ from helpers.integrity import check_scheduler
 from helpers.traces import run_trace, traces
 from hypothesis import given, settings
 
-from nanovllm.distributed.ring import HEADER, pack_plan, unpack_plan
 from nanovllm.engine.plan import StepPlan
+from nanovllm.features.distributed.ring import HEADER, pack_plan, unpack_plan
 from nanovllm.sampling_params import SamplingParams
 
 

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from transformers import Qwen3ForCausalLM, Qwen3MoeForCausalLM
 
 from nanovllm import LLM, LoRARequest, SamplingParams, StructuredOutputsParams
-from nanovllm.drafts.speculation import Speculation
+from nanovllm.features.drafts.speculation import Speculation
 from nanovllm.outputs import Output
 
 pytestmark = [

@@ -51,8 +51,8 @@ from nanovllm.backends.gpu.quantized_linear import TILES
 from nanovllm.backends.gpu.rms_norm import add_rms_norm, rms_norm
 from nanovllm.backends.gpu.route import route
 from nanovllm.backends.gpu.sample import sample
-from nanovllm.edits.edit_logits import MaskAndPenalties, edit_logits_reference
-from nanovllm.models.qwen3_moe.ops import route_reference
+from nanovllm.features.edits.edit_logits import MaskAndPenalties, edit_logits_reference
+from nanovllm.features.families.qwen3_moe.ops import route_reference
 from nanovllm.ops.norm_rope_store import NormRope, norm_rope_store_reference
 from nanovllm.ops.rms_norm import add_rms_norm_reference, rms_norm_reference
 from nanovllm.ops.sample import uniform_reference

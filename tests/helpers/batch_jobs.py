@@ -10,11 +10,11 @@ from typing import Any
 from unittest.mock import patch
 
 from nanovllm import SamplingParams
+from nanovllm.apps.jobs.job import Job, Status
+from nanovllm.apps.jobs.run import run_job
 from nanovllm.config import EngineConfig
 from nanovllm.engine.sequence import Request
-from nanovllm.jobs.job import Job, Status
-from nanovllm.jobs.run import run_job
-from nanovllm.text.conversations import read_conversation
+from nanovllm.features.conversations import read_conversation
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -137,7 +137,7 @@ def run(source: Path | str, results: Path | str, llm: dict[str, Any] | None = No
     of_job = {field.name: options.pop(field.name) for field in fields(Job) if field.name in options}
     config = EngineConfig("some-model", max_model_len=1000, **options)
     job = Job(str(source), str(results), config, **{"model_name": "some-model", **of_job})
-    with patch("nanovllm.jobs.run.load_llm", lambda config: InstantLLM(config, **(llm or {}))):
+    with patch("nanovllm.apps.jobs.run.load_llm", lambda config: InstantLLM(config, **(llm or {}))):
         return run_job(job)
 
 
@@ -152,5 +152,5 @@ def run_job_that_calls(change: Callable[[], None], source: Path, out: Path, afte
                 yield answer
 
     config = EngineConfig("some-model", max_model_len=1000)
-    with patch("nanovllm.jobs.run.load_llm", Changing):
+    with patch("nanovllm.apps.jobs.run.load_llm", Changing):
         return run_job(Job(str(source), str(out), config, "some-model"))

@@ -24,16 +24,16 @@ from nanovllm.backends.cpu.hybrids import Operators as CpuHybridOperators
 from nanovllm.backends.cpu.library import PANEL
 from nanovllm.backends.cpu.scratch import Scratch
 from nanovllm.backends.torch_backend import TorchBackend
-from nanovllm.edits.edit_logits import MaskAndPenalties, edit_logits_reference
-from nanovllm.layers.parallel import Parallel
-from nanovllm.models.qwen3_5.ops import sigmoid_and_mul_reference
-from nanovllm.models.qwen3_moe.decoder import Experts
-from nanovllm.models.qwen3_moe.ops import (
+from nanovllm.features.edits.edit_logits import MaskAndPenalties, edit_logits_reference
+from nanovllm.features.families.qwen3_5.ops import sigmoid_and_mul_reference
+from nanovllm.features.families.qwen3_moe.decoder import Experts
+from nanovllm.features.families.qwen3_moe.ops import (
     SharedOutput,
     combine_reference,
     grouped_linear_reference,
     route_reference,
 )
+from nanovllm.models.layers.parallel import Parallel
 from nanovllm.ops.norm_rope_store import NormRope
 
 BF16 = torch.bfloat16

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from helpers.kernel_cases import make_inputs
-from nanovllm.models.qwen3_5.ops import HybridOperators, RowState
+from nanovllm.features.families.qwen3_5.ops import HybridOperators, RowState
 from nanovllm.ops.step_inputs import StepInputs
 
 CPU = torch.device("cpu")

@@ -28,13 +28,13 @@ from nanovllm.backends.gpu.quantized import TritonExperts, TritonMatrix
 from nanovllm.backends.gpu.rms_norm import add_rms_norm
 from nanovllm.backends.gpu.startup import compile_kernels
 from nanovllm.backends.steps import EAGER
-from nanovllm.distributed.collectives import GroupParallel
-from nanovllm.distributed.pipeline import FirstStage, PipelineHandle, StageInputs, StageParallel, StageRunner
-from nanovllm.edits.logit_edits import LogitEdits, PenaltyCounts
 from nanovllm.engine.plan import StepPlan
-from nanovllm.layers.linear import MatrixModule
-from nanovllm.models.qwen3_moe.decoder import Experts
-from nanovllm.quantized.codes import Codes
+from nanovllm.features.distributed.collectives import GroupParallel
+from nanovllm.features.distributed.pipeline import FirstStage, PipelineHandle, StageInputs, StageParallel, StageRunner
+from nanovllm.features.edits.logit_edits import LogitEdits, PenaltyCounts
+from nanovllm.features.families.qwen3_moe.decoder import Experts
+from nanovllm.features.quantized.codes import Codes
+from nanovllm.models.layers.linear import MatrixModule
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.utils.integers import ceil_div
 

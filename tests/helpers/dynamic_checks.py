@@ -5,8 +5,8 @@ from torch import Tensor
 
 from nanovllm.backends.cpu.dynamic import DynamicCpuMatrix
 from nanovllm.backends.cpu.scratch import Scratch
-from nanovllm.quantized.codes import quantize_int8
-from nanovllm.quantized.torch_matrix import DynamicMatrix
+from nanovllm.features.quantized.codes import quantize_int8
+from nanovllm.features.quantized.torch_matrix import DynamicMatrix
 
 ROWS = (1, 2, 3, 6, 7, 12, 13, 25, 65)
 """Numbers of rows around the sizes of tiles."""

@@ -7,16 +7,16 @@ import numpy as np
 import xxhash
 
 from nanovllm.config import ResolvedConfig
-from nanovllm.distributed.ring import pack_plan, unpack_plan
-from nanovllm.drafts.costs import StepCosts
-from nanovllm.edits.editing import Editing
 from nanovllm.engine.block_manager import BlockManager, prefix_digest
 from nanovllm.engine.llm_engine import LLMEngine, ModelFacts
 from nanovllm.engine.plan import StepPlan, StepResult
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Request, Sequence
+from nanovllm.features.distributed.ring import pack_plan, unpack_plan
+from nanovllm.features.drafts.costs import StepCosts
+from nanovllm.features.edits.editing import Editing
+from nanovllm.features.trace import Trace
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.view.trace import Trace
 
 VOCAB = 16
 

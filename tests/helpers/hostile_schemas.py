@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 import nanovllm
-from nanovllm.edits.grammars import Grammars, fill_masks
+from nanovllm.features.edits.grammars import Grammars, fill_masks
 from nanovllm.text.tokenizer import Tokenizer
 
 VOCAB_SIZE = 664

@@ -38,8 +38,8 @@ from nanovllm.backends.cpu.library import FLAGS, PANEL, SOURCES, CpuLibrary
 from nanovllm.backends.cpu.quantized import QuantizedLibrary
 from nanovllm.backends.cpu.scratch import Scratch
 from nanovllm.backends.torch_backend import TorchBackend
-from nanovllm.edits.edit_logits import edit_logits_reference
-from nanovllm.models.qwen3_moe.ops import (
+from nanovllm.features.edits.edit_logits import edit_logits_reference
+from nanovllm.features.families.qwen3_moe.ops import (
     SharedOutput,
     combine_reference,
     grouped_linear_reference,

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nanovllm.backends import Backend, KVCache, make_backend
-from nanovllm.edits.edit_logits import MaskAndPenalties
 from nanovllm.engine.plan import ROW_SAMPLING
+from nanovllm.features.edits.edit_logits import MaskAndPenalties
 from nanovllm.ops.attention import attend_reference
 from nanovllm.ops.norm_rope_store import store_kv_reference
 from nanovllm.ops.sample import (

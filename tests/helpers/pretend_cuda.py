@@ -23,10 +23,10 @@ from nanovllm.backends.staging import Staging
 from nanovllm.backends.steps import Stopwatch
 from nanovllm.config import EngineConfig
 from nanovllm.engine.plan import StepPlan
-from nanovllm.layers.parallel import Parallel
+from nanovllm.features.shapes import preset_config
 from nanovllm.load import resolve_options
+from nanovllm.models.layers.parallel import Parallel
 from nanovllm.models.model_config import find_decoder, load_model_config
-from nanovllm.models.shapes import preset_config
 from nanovllm.runner.model_runner import ModelRunner
 
 DEVICE = "cuda:0"

@@ -3,7 +3,7 @@
 import torch
 
 from helpers.kernel_cases import DEVICE
-from nanovllm.quantized.codes import Codes
+from nanovllm.features.quantized.codes import Codes
 
 FORMATS = [(8, 0, False), (8, 128, True), (8, 64, False), (4, 0, False), (4, 32, True), (4, 128, True), (4, 32, False)]
 """Bits, group size (0: a row is one group), whether there are zeros."""

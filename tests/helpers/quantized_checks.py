@@ -10,8 +10,8 @@ from helpers.cpu_checks import rounding
 from nanovllm.backends.cpu.dynamic import DynamicCpuMatrix
 from nanovllm.backends.cpu.quantized import CpuExperts, CpuMatrix
 from nanovllm.backends.cpu.scratch import Scratch
-from nanovllm.models.qwen3_moe.ops import Routing, grouped_linear_reference
-from nanovllm.quantized.codes import Codes, pack_int4, quantize_int8
+from nanovllm.features.families.qwen3_moe.ops import Routing, grouped_linear_reference
+from nanovllm.features.quantized.codes import Codes, pack_int4, quantize_int8
 from nanovllm.utils.integers import ceil_div
 
 FORMATS = {

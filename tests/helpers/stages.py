@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from nanovllm.config import EngineConfig, ResolvedConfig
-from nanovllm.distributed import options
-from nanovllm.distributed.pipeline import FirstStage, StageParallel, StageRunner
-from nanovllm.distributed.ring import pack_plan, unpack_plan
 from nanovllm.engine.interfaces import Handle, StepEdits
 from nanovllm.engine.plan import IntArray, StepPlan
+from nanovllm.features.distributed import options
+from nanovllm.features.distributed.pipeline import FirstStage, StageParallel, StageRunner
+from nanovllm.features.distributed.ring import pack_plan, unpack_plan
 from nanovllm.runner.kv_memory import make_cache
 
 Mail = defaultdict[tuple[int, int], deque[Tensor]]

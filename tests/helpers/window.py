@@ -7,7 +7,7 @@ from typing import Any
 
 from helpers.fakes import make_engine, run_all
 from nanovllm import SamplingParams
-from nanovllm.view.page import write_page
+from nanovllm.apps.view.page import write_page
 
 
 def run_small(path, *, depth=1, num_requests=30, max_tokens=14, num_blocks=14, close=True):

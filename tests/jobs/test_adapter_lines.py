@@ -11,12 +11,12 @@ from helpers.batch_jobs import read_answers, texts_by_id, write_lines
 from helpers.tiny import edit_json
 from transformers import AutoModelForCausalLM
 
+from nanovllm.apps.jobs.answering import Answering
+from nanovllm.apps.jobs.job import Job, Status
+from nanovllm.apps.jobs.line_adapters import LineAdapters
+from nanovllm.apps.jobs.run import load_llm, run_job
+from nanovllm.apps.jobs.source import Line
 from nanovllm.config import EngineConfig
-from nanovllm.jobs.answering import Answering
-from nanovllm.jobs.job import Job, Status
-from nanovllm.jobs.line_adapters import LineAdapters
-from nanovllm.jobs.run import load_llm, run_job
-from nanovllm.jobs.source import Line
 from nanovllm.models.hub import find_model
 
 pytest.importorskip("peft")
@@ -76,7 +76,7 @@ def test_lines_get_what_an_engine_with_their_adapter_says(
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    caplog.set_level(logging.INFO, "nanovllm.uses.adapters")
+    caplog.set_level(logging.INFO, "nanovllm.features.adapters.groups")
     source = write_lines(tmp_path / "in", make_lines(adapters))
     assert run(source, tmp_path / "out", order=order) == Status.OK
     assert texts_by_id(tmp_path / "out") == expected
@@ -131,7 +131,7 @@ def test_an_adapter_that_goes_while_a_resumed_job_runs_stops_the_job(
     out.write_bytes(out.read_bytes().splitlines(keepends=True)[0])
     config = adapters / "second" / "adapter_config.json"
     original = config.read_text()
-    monkeypatch.setattr("nanovllm.jobs.run.LineAdapters._find", remove_first(config, LineAdapters._find))
+    monkeypatch.setattr("nanovllm.apps.jobs.run.LineAdapters._find", remove_first(config, LineAdapters._find))
     try:
         assert run(source, out) == Status.BROKEN
     finally:

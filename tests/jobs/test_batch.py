@@ -17,15 +17,15 @@ from helpers.batch_jobs import InstantLLM, openai_line, read_answers, run, texts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanovllm.commands.cli import main
+from nanovllm.apps.cli import main
+from nanovllm.apps.jobs.compact_sets import DigestSet, LineSet
+from nanovllm.apps.jobs.job import Status
+from nanovllm.apps.jobs.request_lines import LineError, prepare_request, read_num_logprobs, read_request_line
+from nanovllm.apps.jobs.source import Line
 from nanovllm.config import EngineConfig
 from nanovllm.engine.sequence import derive_seed
-from nanovllm.jobs.compact_sets import DigestSet, LineSet
-from nanovllm.jobs.job import Status
-from nanovllm.jobs.request_lines import LineError, prepare_request, read_num_logprobs, read_request_line
-from nanovllm.jobs.source import Line
+from nanovllm.features.conversations import read_conversation
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.text.conversations import read_conversation
 
 HELLO = [{"role": "user", "content": "hello"}]
 LINES = [openai_line(f"id-{i}", prompt="x" * (i + 1)) for i in range(30)]
@@ -153,7 +153,7 @@ def test_a_jobs_values_are_those_of_lines_that_have_none_and_they_belong_to_the_
         {"prompt": "abc", "temperature": 0.5, "max_tokens": 3},
     ]
     made: list[InstantLLM] = []
-    monkeypatch.setattr("nanovllm.jobs.run.load_llm", lambda config: made.append(InstantLLM(config)) or made[0])
+    monkeypatch.setattr("nanovllm.apps.jobs.run.load_llm", lambda config: made.append(InstantLLM(config)) or made[0])
     source = write_lines(tmp_path / "in", lines)
     command = ["run-batch", "-i", str(source), "-o", str(tmp_path / "out"), "--model", "m", "--max-model-len", "100"]
     assert main([*command, "--temperature", "0", "--max-tokens", "7", "--stop", '["x", "y"]']) == Status.OK
@@ -171,7 +171,7 @@ def test_a_jobs_values_are_those_of_lines_that_have_none_and_they_belong_to_the_
 def test_the_summary_tells_each_kind_of_error_with_the_first_and_the_file_of_counts_more(
     most: int, listed: int, tmp_path: Path, log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("nanovllm.jobs.counts.MAX_KINDS", most)
+    monkeypatch.setattr("nanovllm.apps.jobs.counts.MAX_KINDS", most)
     bad = [{"prompt": "x", "top_p": 7}, {"prompt": "x", "top_p": 8}, b"[1]", {"prompt": ""}, {"x": 1}]
     stats = tmp_path / "stats"
     assert run(write_lines(tmp_path / "in", [LINES[0], *bad]), tmp_path / "out", stats=str(stats)) == 1
@@ -555,8 +555,8 @@ def test_ids_and_finished_lines_take_at_most_16_bytes_each_at_any_time() -> None
 
 def test_lines_are_read_as_they_are_needed(tmp_path: Path) -> None:
     """Of an input that never ends, a job takes only what the engine has asked for, and some to tokenise meanwhile."""
-    from nanovllm.jobs.answering import LINES_PREPARED, Answering
-    from nanovllm.jobs.line_adapters import LineAdapters
+    from nanovllm.apps.jobs.answering import LINES_PREPARED, Answering
+    from nanovllm.apps.jobs.line_adapters import LineAdapters
 
     def endless() -> Iterator[Line]:
         nonlocal taken
@@ -575,14 +575,14 @@ def test_lines_are_read_as_they_are_needed(tmp_path: Path) -> None:
 def test_the_bar_of_a_job_moves_while_its_first_line_runs(
     tmp_path: Path, reciter: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from nanovllm.jobs.job import Job
-    from nanovllm.jobs.run import run_job
+    from nanovllm.apps.jobs.job import Job
+    from nanovllm.apps.jobs.run import run_job
     from nanovllm.utils.progress import ProgressBar
 
     def restless(*given: Any, **options: Any) -> ProgressBar:
         return ProgressBar(*given, **options | {"mininterval": 0})
 
-    monkeypatch.setattr("nanovllm.jobs.counts.ProgressBar", restless)
+    monkeypatch.setattr("nanovllm.apps.jobs.counts.ProgressBar", restless)
     source = write_lines(tmp_path / "in", [{"prompt": "a", "max_tokens": 20, "temperature": 0}])
     config = EngineConfig(str(reciter), max_model_len=64)
     assert run_job(Job(str(source), str(tmp_path / "out"), config, "m")) == Status.OK

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from helpers.batch_jobs import openai_line, read_answers, texts_by_id, write_lines
 
+from nanovllm.apps.jobs.job import Job, Status
+from nanovllm.apps.jobs.run import run_job
 from nanovllm.config import EngineConfig
-from nanovllm.jobs.job import Job, Status
-from nanovllm.jobs.run import run_job
 
 OPTIONS: dict[str, Any] = {
     "dtype": "float32",

@@ -20,10 +20,10 @@ from helpers.batch_jobs import InstantLLM, openai_line, read_answers, run, texts
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from nanovllm.jobs.compact_sets import LineSet
-from nanovllm.jobs.job import Status
-from nanovllm.jobs.manifest import Manifest
-from nanovllm.jobs.results_file import ResultsFile, open_results
+from nanovllm.apps.jobs.compact_sets import LineSet
+from nanovllm.apps.jobs.job import Status
+from nanovllm.apps.jobs.manifest import Manifest
+from nanovllm.apps.jobs.results_file import ResultsFile, open_results
 
 LINES = [openai_line(f"id-{i}", prompt="x" * (i + 1)) for i in range(30)]
 
@@ -157,7 +157,7 @@ def test_two_processes_do_not_write_the_same_results(tmp_path: Path, log: pytest
 def test_an_answer_is_in_the_file_as_soon_as_it_is_given_and_on_the_disk_soon_after(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("nanovllm.jobs.results_file.SYNC_SECONDS", 0.01)
+    monkeypatch.setattr("nanovllm.apps.jobs.results_file.SYNC_SECONDS", 0.01)
     synced: list[int] = []
     real_fsync = os.fsync
     monkeypatch.setattr(os, "fsync", lambda fd: (synced.append(os.fstat(fd).st_size), real_fsync(fd)))

@@ -9,9 +9,9 @@ import pytest
 from helpers.batch_jobs import openai_line, read_answers, write_lines
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.apps.jobs.job import Job, Status
+from nanovllm.apps.jobs.run import run_job
 from nanovllm.config import EngineConfig
-from nanovllm.jobs.job import Job, Status
-from nanovllm.jobs.run import run_job
 
 OPTIONS: dict[str, Any] = {"dtype": "float32", "device": "cpu", "max_model_len": 32, "num_kvcache_blocks": 8}
 
@@ -83,9 +83,9 @@ def test_lines_of_every_form_get_their_vectors(reciter: Path, tmp_path: Path) ->
     ],
 )
 def test_a_bad_line_is_an_error_for_itself(body: dict[str, Any], message: str, shared_llm: LLM, tmp_path: Path) -> None:
-    from nanovllm.jobs.answering import prepare_line
-    from nanovllm.jobs.request_lines import LineError, read_request_line
-    from nanovllm.jobs.source import Line
+    from nanovllm.apps.jobs.answering import prepare_line
+    from nanovllm.apps.jobs.request_lines import LineError, read_request_line
+    from nanovllm.apps.jobs.source import Line
 
     source = write_lines(tmp_path / "in", [ask("a", **body)])
     line = read_request_line(Line(1, source.read_bytes()))

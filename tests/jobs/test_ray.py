@@ -25,16 +25,16 @@ import ray
 from ray.data.block import BlockAccessor
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.commands.cli import main
+from nanovllm.apps.cli import main
+from nanovllm.apps.jobs.job import Job, Status
+from nanovllm.apps.jobs.result_lines import ResultLine
+from nanovllm.apps.jobs.run import run_job
+from nanovllm.apps.jobs.source import Line, Reading, Source
+from nanovllm.apps.ray import guard as ray_guard
+from nanovllm.apps.ray.cluster import check_room, lines_per_part, parts_in_flight, read_parts, run_on_ray
 from nanovllm.config import EngineConfig
-from nanovllm.jobs import ray_guard
-from nanovllm.jobs.cluster import check_room, lines_per_part, parts_in_flight, read_parts, run_on_ray
-from nanovllm.jobs.job import Job, Status
-from nanovllm.jobs.result_lines import ResultLine
-from nanovllm.jobs.run import run_job
-from nanovllm.jobs.source import Line, Reading, Source
+from nanovllm.features.sharing import EngineThread
 from nanovllm.ray import RayLLM, actors
-from nanovllm.uses.sharing import EngineThread
 
 OPTIONS: dict[str, Any] = {
     "dtype": "float32",
@@ -204,7 +204,7 @@ def test_wrong_commands_say_what_to_do(
     (tmp_path / "folder").mkdir()
     assert main([*command[:4], str(tmp_path / "folder"), "--model", "m", "--ray"]) == Status.USAGE
     assert "is a folder; it must be a file" in capsys.readouterr().err
-    for name in ("nanovllm.jobs.cluster", "nanovllm.ray"):
+    for name in ("nanovllm.apps.ray.cluster", "nanovllm.ray"):
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "ray.data", None)
     monkeypatch.setitem(sys.modules, "ray", None)
@@ -241,10 +241,10 @@ def test_a_process_that_ray_ends_is_no_job_that_has_answered_every_line(
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a process with its parent")
 def test_the_process_that_works_ends_with_the_command(tmp_path: Path) -> None:
-    child = "from nanovllm.jobs.ray_guard import *; enter_child(); print(os.getpid(), flush=True); signal.pause()"
+    child = "from nanovllm.apps.ray.guard import *; enter_child(); print(os.getpid(), flush=True); signal.pause()"
     (tmp_path / "python").write_text(f"#!/bin/sh\nexec {sys.executable} -c '{child}'\n")
     (tmp_path / "python").chmod(0o755)
-    parent = f"import sys; sys.executable = {str(tmp_path / 'python')!r}; from nanovllm.jobs.ray_guard import *"
+    parent = f"import sys; sys.executable = {str(tmp_path / 'python')!r}; from nanovllm.apps.ray.guard import *"
     with subprocess.Popen([sys.executable, "-c", f"{parent}; run_in_child([])"], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         pid = int(process.stdout.readline())

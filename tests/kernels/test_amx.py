@@ -14,10 +14,10 @@ from helpers.cpu_checks import BF16
 from helpers.paths import ROOT, TESTS
 from torch import Tensor
 
+from nanovllm.apps.doctor import read_processor
 from nanovllm.backends.cpu.backend import NativeMatrix
 from nanovllm.backends.cpu.library import cpu_library
 from nanovllm.backends.cpu.scratch import Scratch
-from nanovllm.commands.doctor import read_processor
 
 if not {"amx_tile", "amx_bf16", "amx_int8"} <= read_processor()[1]:
     pytest.skip("needs a processor that has AMX", allow_module_level=True)

@@ -15,7 +15,7 @@ from helpers.quantized_checks import assert_rows_keep_their_bits
 
 from nanovllm.backends.cpu.dynamic import DynamicCpuMatrix, dynamic_library
 from nanovllm.backends.cpu.scratch import Scratch
-from nanovllm.quantized.codes import quantize_int8
+from nanovllm.features.quantized.codes import quantize_int8
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -83,6 +83,6 @@ def test_without_a_compiler_the_error_says_what_to_choose(monkeypatch: pytest.Mo
 
 @pytest.mark.slow
 def test_nobody_else_waits_for_this_library() -> None:
-    code = "import sys, nanovllm.llm, nanovllm.quantized.loading; print('nanovllm.backends.cpu.dynamic' in sys.modules)"
+    code = "import sys, nanovllm.llm, nanovllm.features.quantized.loading; print('nanovllm.backends.cpu.dynamic' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300)
     assert done.stdout.strip() == "False"

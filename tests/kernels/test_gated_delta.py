@@ -12,7 +12,7 @@ from helpers.kernel_cases import DEVICE, HALF, make_inputs, poisoned_memory
 from nanovllm.backends.cpu.backend import CpuBackend
 from nanovllm.backends.cpu.hybrids import Operators as CpuHybridOperators
 from nanovllm.backends.gpu.hybrids import Operators as TritonHybridOperators
-from nanovllm.models.qwen3_5.ops import HybridOperators
+from nanovllm.features.families.qwen3_5.ops import HybridOperators
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 

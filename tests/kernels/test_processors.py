@@ -23,11 +23,11 @@ from helpers.dynamic_checks import check_dynamic_products
 from helpers.foreign_kernels import HAS_EMULATOR, ForeignLibrary
 from helpers.quantized_checks import FORMATS, check_quantized_experts, check_quantized_products
 
+from nanovllm.apps.doctor import read_processor
 from nanovllm.backends.cpu import library as cpu_library
 from nanovllm.backends.cpu.backend import CpuBackend
 from nanovllm.backends.cpu.dynamic import DynamicLibrary
 from nanovllm.backends.cpu.quantized import QuantizedLibrary
-from nanovllm.commands.doctor import read_processor
 
 pytestmark = pytest.mark.slow
 

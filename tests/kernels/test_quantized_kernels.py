@@ -22,7 +22,7 @@ from helpers.quantized_checks import (
 from nanovllm.backends.cpu.huge_pages import BLOCK, HUGE_PAGE, LINE, HugePages
 from nanovllm.backends.cpu.quantized import CpuMatrix, quantized_library
 from nanovllm.backends.cpu.scratch import Scratch
-from nanovllm.quantized.codes import quantize_int8
+from nanovllm.features.quantized.codes import quantize_int8
 
 
 @pytest.fixture(scope="module", autouse=True)

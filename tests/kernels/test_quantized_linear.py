@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 from nanovllm.backends.gpu import quantized_linear
 from nanovllm.backends.gpu.quantized import TritonExperts, TritonMatrix, transpose_scales
 from nanovllm.backends.gpu.quantized_linear import format_config, grouped_quantized, split_steps
-from nanovllm.models.qwen3_moe.ops import Routing, grouped_linear_reference, route_reference
+from nanovllm.features.families.qwen3_moe.ops import Routing, grouped_linear_reference, route_reference
 
 
 @pytest.fixture(autouse=True)

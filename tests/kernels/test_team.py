@@ -23,7 +23,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.backends.cpu import library as cpu_library
 from nanovllm.backends.cpu.backend import CpuBackend, NativeMatrix
 from nanovllm.backends.cpu.scratch import Scratch
-from nanovllm.distributed.ring import make_anonymous_file
+from nanovllm.features.distributed.ring import make_anonymous_file
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.utils import cgroups, machine
 from nanovllm.utils.machine import cpu_quota, limit_threads, num_threads, physical_cores, torch_in_one_thread

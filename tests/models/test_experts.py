@@ -19,15 +19,15 @@ from nanovllm.backends.gpu.combine import combine
 from nanovllm.backends.gpu.grouped_linear import grouped_linear
 from nanovllm.backends.gpu.route import route
 from nanovllm.backends.gpu.triton_shim import tl
-from nanovllm.layers.parallel import Parallel
-from nanovllm.models.qwen3_moe.decoder import Experts
-from nanovllm.models.qwen3_moe.ops import (
+from nanovllm.features.families.qwen3_moe.decoder import Experts
+from nanovllm.features.families.qwen3_moe.ops import (
     Routing,
     SharedOutput,
     combine_reference,
     grouped_linear_reference,
     route_reference,
 )
+from nanovllm.models.layers.parallel import Parallel
 
 SHAPE = {
     "num_hidden_layers": 3,

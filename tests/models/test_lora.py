@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM, PreTrainedModel, Qwen2ForCausalLM, Qwen3_5ForCausalLM, Qwen3ForCausalLM
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.jobs.provenance import read_provenance
+from nanovllm.apps.jobs.provenance import read_provenance
 
 pytest.importorskip("peft")
 

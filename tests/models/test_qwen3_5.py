@@ -14,11 +14,11 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.commands.estimate import estimate, fetch_config
+from nanovllm.apps.estimate import estimate, fetch_config
 from nanovllm.config import EngineConfig
+from nanovllm.features.families.qwen3_5.ops import RowState
+from nanovllm.features.families.qwen3_5.states import count_rows_that_fit, fit_rows
 from nanovllm.load import make_quantizer, resolve_options
-from nanovllm.models.qwen3_5.ops import RowState
-from nanovllm.models.qwen3_5.states import count_rows_that_fit, fit_rows
 from nanovllm.models.sizes import Sizes
 
 VARIANTS: dict[str, dict[str, Any]] = {

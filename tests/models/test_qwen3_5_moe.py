@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeTopKRouter
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.commands.estimate import estimate, fetch_config
+from nanovllm.apps.estimate import estimate, fetch_config
 from nanovllm.config import EngineConfig
 from nanovllm.models.model_config import load_model_config
 from nanovllm.models.sizes import Sizes

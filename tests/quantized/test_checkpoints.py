@@ -26,15 +26,15 @@ from transformers import PretrainedConfig, Qwen2ForCausalLM, Qwen3MoeForCausalLM
 from benchmarks.evidence.bench_loading import AT_LOAD, measure
 from benchmarks.random_checkpoint import write_random_checkpoint
 from nanovllm import LLM
+from nanovllm.apps.estimate import fetch_config
 from nanovllm.backends.cpu.quantized import quantized_library
-from nanovllm.commands.estimate import fetch_config
-from nanovllm.models.shapes import preset_config
+from nanovllm.features.quantized.checkpoints import Awq, Gptq, PackQuantized, find_format
+from nanovllm.features.quantized.codes import Codes
+from nanovllm.features.quantized.formats import Format
+from nanovllm.features.quantized.loading import count_bytes
+from nanovllm.features.quantized.unpack import find_order
+from nanovllm.features.shapes import preset_config
 from nanovllm.models.sizes import Sizes
-from nanovllm.quantized.checkpoints import Awq, Gptq, PackQuantized, find_format
-from nanovllm.quantized.codes import Codes
-from nanovllm.quantized.formats import Format
-from nanovllm.quantized.loading import count_bytes
-from nanovllm.quantized.unpack import find_order
 
 GOLDEN = Path(__file__).parent / "golden"
 CODED = [name for name in CHECKPOINTS if not name.startswith("fp8")]

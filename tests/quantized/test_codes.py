@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from nanovllm.quantized import codes as module
-from nanovllm.quantized.codes import Codes, pack_int4, quantize_int8, unpack_int4
-from nanovllm.quantized.loading import join_codes
+from nanovllm.features.quantized import codes as module
+from nanovllm.features.quantized.codes import Codes, pack_int4, quantize_int8, unpack_int4
+from nanovllm.features.quantized.loading import join_codes
 
 
 def draw_codes(seed: int, bits: int, out: int, num_groups: int, group_size: int, zeros: bool, order: bool) -> Codes:

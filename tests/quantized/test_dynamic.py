@@ -17,15 +17,15 @@ from torch import Tensor
 from transformers import LlamaForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM
 
 from nanovllm import LLM
+from nanovllm.apps.cli import main
+from nanovllm.apps.jobs.provenance import read_provenance
 from nanovllm.backends import NAMES, find_backend
 from nanovllm.backends.cpu.backend import CpuBackend
-from nanovllm.commands.cli import main
-from nanovllm.jobs.provenance import read_provenance
-from nanovllm.models.qwen3_moe.decoder import Experts
-from nanovllm.quantized.checkpoints import find_format
-from nanovllm.quantized.codes import quantize_int8
-from nanovllm.quantized.dynamic import GROUP, multiply_rounded, round_inputs
-from nanovllm.quantized.torch_matrix import TorchExperts
+from nanovllm.features.families.qwen3_moe.decoder import Experts
+from nanovllm.features.quantized.checkpoints import find_format
+from nanovllm.features.quantized.codes import quantize_int8
+from nanovllm.features.quantized.dynamic import GROUP, multiply_rounded, round_inputs
+from nanovllm.features.quantized.torch_matrix import TorchExperts
 
 DYNAMIC = {"quantization": "int8-dynamic"}
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "head_dim": 64}

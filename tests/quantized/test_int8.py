@@ -12,11 +12,11 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM, Qwen2ForCausalLM, Qwen3_5ForCausalLM, Qwen3MoeForCausalLM
 
 from nanovllm import LLM
-from nanovllm.commands.cli import main
-from nanovllm.jobs.provenance import read_provenance
-from nanovllm.layers.linear import MatrixModule
-from nanovllm.models.qwen3_moe.decoder import Experts
-from nanovllm.quantized.codes import quantize_int8
+from nanovllm.apps.cli import main
+from nanovllm.apps.jobs.provenance import read_provenance
+from nanovllm.features.families.qwen3_moe.decoder import Experts
+from nanovllm.features.quantized.codes import quantize_int8
+from nanovllm.models.layers.linear import MatrixModule
 
 MOE = {
     "num_experts": 4,

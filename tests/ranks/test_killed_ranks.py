@@ -38,7 +38,7 @@ OPTIONS = CROWDED | {KIND: NUM_RANKS}
 DRIVER = """
 import json, sys
 from nanovllm import LLM, SamplingParams
-import nanovllm.distributed.leader
+import nanovllm.features.distributed.leader
 print("imported", flush=True)
 params = SamplingParams(max_tokens=40, ignore_eos=True, seed=0)
 for line in sys.stdin:

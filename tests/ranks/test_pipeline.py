@@ -25,18 +25,18 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nanovllm import LLM, EngineConfig, Output, SamplingParams
+from nanovllm.apps.estimate import fetch_config
+from nanovllm.apps.jobs.job import Job, Status
+from nanovllm.apps.jobs.run import run_job
 from nanovllm.backends.cpu.backend import CpuBackend
-from nanovllm.commands.estimate import fetch_config
-from nanovllm.distributed.pipeline import StageRunner
-from nanovllm.distributed.stage_decoder import make_stage_decoder
-from nanovllm.distributed.stages import Stage, choose_stages, split_layers
 from nanovllm.engine.plan import ROW_SAMPLING, StepPlan
-from nanovllm.jobs.job import Job, Status
-from nanovllm.jobs.run import run_job
+from nanovllm.features.distributed.pipeline import StageRunner
+from nanovllm.features.distributed.stage_decoder import make_stage_decoder
+from nanovllm.features.distributed.stages import Stage, choose_stages, split_layers
+from nanovllm.features.shapes import PRESETS
 from nanovllm.load import resolve_options
 from nanovllm.models import weight_reader
 from nanovllm.models.model_config import find_decoder
-from nanovllm.models.shapes import PRESETS
 from nanovllm.models.sizes import Sizes
 from nanovllm.ops.sample import unpack_sampling
 
@@ -56,7 +56,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def stages_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nanovllm.distributed.leader.LeadingRunner", LocalPipeline)
+    monkeypatch.setattr("nanovllm.features.distributed.leader.LeadingRunner", LocalPipeline)
 
 
 Requests = list[tuple[list[int], SamplingParams]]
@@ -112,7 +112,7 @@ class Runs:
         self.logits = {}
         with pytest.MonkeyPatch.context() as patch:
             if overlaps:
-                patch.setattr("nanovllm.distributed.options.resolve_ranks", resolve_with_overlap)
+                patch.setattr("nanovllm.features.distributed.options.resolve_ranks", resolve_with_overlap)
             llm = LLM(**self._options | options)
         with llm:
             runner = llm.engine.runner
@@ -253,7 +253,7 @@ def llm(request: pytest.FixtureRequest, model: Path, monkeypatch: pytest.MonkeyP
     if reason := CpuBackend.why_cannot(CPU):
         pytest.skip(reason)
     if request.param:
-        monkeypatch.setattr("nanovllm.distributed.options.resolve_ranks", resolve_with_overlap)
+        monkeypatch.setattr("nanovllm.features.distributed.options.resolve_ranks", resolve_with_overlap)
     options = OPTIONS | TIGHT | {"dtype": "float32", "attention_backend": "cpu"}
     with LLM(str(model), pipeline_parallel_size=3, **options) as llm:
         yield llm
@@ -390,7 +390,7 @@ def test_grammars_hold_with_steps_in_flight(overlaps: bool, monkeypatch: pytest.
     Others, with a stop string, are planned before that.
     """
     if overlaps:
-        monkeypatch.setattr("nanovllm.distributed.options.resolve_ranks", resolve_with_overlap)
+        monkeypatch.setattr("nanovllm.features.distributed.options.resolve_ranks", resolve_with_overlap)
     grammars: list[dict[str, Any]] = [{"choice": ["yes", "no"]}, {"regex": "[0-9]{3}"}, {"json": {"type": "boolean"}}]
     params = [SamplingParams(structured_outputs=grammars[i % 3], n=1 + i % 2, seed=i, max_tokens=12) for i in range(9)]
     params += [SamplingParams(seed=i, max_tokens=30, stop=["e", "t "]) for i in range(5)]

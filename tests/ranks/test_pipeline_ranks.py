@@ -17,9 +17,9 @@ from helpers.stages import resolve_with_overlap
 from helpers.tiny import draw_prompts, save_random
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.apps.cli import main
 from nanovllm.backends.cpu.backend import CpuBackend
-from nanovllm.commands.cli import main
-from nanovllm.distributed.collectives import GroupParallel
+from nanovllm.features.distributed.collectives import GroupParallel
 
 SOON = 50.0
 """Seconds within which a failure must show."""
@@ -162,7 +162,7 @@ def test_a_stage_that_dies_while_the_others_wait_for_it_is_named(
 ) -> None:
     """Rank 0 waits for rank 2, and rank 2 for rank 1: with p = 3 these are all links but the first."""
     if overlaps:
-        monkeypatch.setattr("nanovllm.distributed.options.resolve_ranks", resolve_with_overlap)
+        monkeypatch.setattr("nanovllm.features.distributed.options.resolve_ranks", resolve_with_overlap)
     llm = LLM(str(model), pipeline_parallel_size=3, num_kvcache_blocks=24, **OPTIONS)
     victim = llm.engine.runner.pids[rank - 1]
     os.kill(victim, signal.SIGSTOP)
@@ -176,7 +176,7 @@ def test_closing_with_steps_in_flight_waits_for_nobody(
     overlaps: bool, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if overlaps:
-        monkeypatch.setattr("nanovllm.distributed.options.resolve_ranks", resolve_with_overlap)
+        monkeypatch.setattr("nanovllm.features.distributed.options.resolve_ranks", resolve_with_overlap)
     llm = LLM(str(model), pipeline_parallel_size=3, num_kvcache_blocks=24, **OPTIONS)
     pids = llm.engine.runner.pids
     stream = llm.stream(([1, 2, number], SamplingParams(max_tokens=9 + number)) for number in range(9))

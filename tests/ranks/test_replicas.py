@@ -23,11 +23,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nanovllm import LLM, LoRARequest, SamplingParams
+from nanovllm.apps.cli import main
 from nanovllm.backends.cpu.backend import CpuBackend
-from nanovllm.commands.cli import main
 from nanovllm.config import EngineConfig
-from nanovllm.distributed import replicas
-from nanovllm.distributed.replicas import Replica, ReplicatedEngine, share_cores, share_gpus, share_machine
+from nanovllm.features.distributed import replicas
+from nanovllm.features.distributed.replicas import Replica, ReplicatedEngine, share_cores, share_gpus, share_machine
 
 HAS_KERNELS = CpuBackend.why_cannot(torch.device("cpu")) is None
 OPTIONS: dict[str, Any] = CROWDED | {"attention_backend": "cpu" if HAS_KERNELS else "torch"}
@@ -332,7 +332,7 @@ def test_a_replica_that_is_stopped_while_it_loads_is_an_error(random_model: Path
 
 SLOW_STEP = """
 import time
-from nanovllm.distributed import replica
+from nanovllm.features.distributed import replica
 
 serve = replica.serve
 

@@ -10,7 +10,7 @@ import time
 import numpy as np
 import pytest
 
-from nanovllm.distributed.ring import NUM_SLOTS, Ring, make_anonymous_file
+from nanovllm.features.distributed.ring import NUM_SLOTS, Ring, make_anonymous_file
 
 CAPACITY = 1000
 
@@ -59,7 +59,7 @@ def test_slow_readers_get_every_message_whole_and_in_order():
 def test_other_processes_read_the_same():
     code = """
 import sys
-from nanovllm.distributed.ring import Ring
+from nanovllm.features.distributed.ring import Ring
 ring, reader = Ring(int(sys.argv[1]), 2, 1000), int(sys.argv[2])
 total = 0
 while len(message := ring.read(reader)):

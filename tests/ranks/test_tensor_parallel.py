@@ -25,11 +25,11 @@ from helpers.tiny import CROWDED, draw_prompts, save_random
 from safetensors import safe_open
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.distributed import follower_group
-from nanovllm.distributed.collectives import GroupParallel, PeerLostError
-from nanovllm.distributed.follower_group import FollowerGroup
-from nanovllm.distributed.leader import ThreadShare
-from nanovllm.distributed.ring import HEADER
+from nanovllm.features.distributed import follower_group
+from nanovllm.features.distributed.collectives import GroupParallel, PeerLostError
+from nanovllm.features.distributed.follower_group import FollowerGroup
+from nanovllm.features.distributed.leader import ThreadShare
+from nanovllm.features.distributed.ring import HEADER
 from nanovllm.models import weight_reader
 from nanovllm.outputs import Output
 
@@ -349,7 +349,7 @@ def test_the_last_of_several_engines_brings_the_threads_back(monkeypatch: pytest
     share = ThreadShare()
     try:
         torch.set_num_threads(8)
-        monkeypatch.setattr("nanovllm.distributed.leader.physical_cores", lambda: 8)
+        monkeypatch.setattr("nanovllm.features.distributed.leader.physical_cores", lambda: 8)
         found = []
         for act in (lambda: share.take(2), lambda: share.take(4), share.give_back, share.give_back):
             act()

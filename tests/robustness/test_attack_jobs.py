@@ -24,16 +24,16 @@ from helpers.batch_jobs import InstantLLM, openai_line, read_answers, run, run_j
 from helpers.paths import BOX_MODEL
 
 from nanovllm import LLM
-from nanovllm.jobs.answering import Answering
-from nanovllm.jobs.compact_sets import LineSet
-from nanovllm.jobs.job import OutputError, Status
-from nanovllm.jobs.line_adapters import LineAdapters
-from nanovllm.jobs.manifest import Manifest
-from nanovllm.jobs.provenance import read_provenance
-from nanovllm.jobs.request_lines import LineError, list_rendering_arguments, prepare_request, read_request_line
-from nanovllm.jobs.result_lines import ResultLine
-from nanovllm.jobs.results_file import open_results
-from nanovllm.jobs.source import Line, Reading, Source
+from nanovllm.apps.jobs.answering import Answering
+from nanovllm.apps.jobs.compact_sets import LineSet
+from nanovllm.apps.jobs.job import OutputError, Status
+from nanovllm.apps.jobs.line_adapters import LineAdapters
+from nanovllm.apps.jobs.manifest import Manifest
+from nanovllm.apps.jobs.provenance import read_provenance
+from nanovllm.apps.jobs.request_lines import LineError, list_rendering_arguments, prepare_request, read_request_line
+from nanovllm.apps.jobs.result_lines import ResultLine
+from nanovllm.apps.jobs.results_file import open_results
+from nanovllm.apps.jobs.source import Line, Reading, Source
 
 NUM_LINES = 40
 
@@ -86,7 +86,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
 
 def with_id(line: bytes, name: str) -> bytes:
     """The answer under another id, with the right checksum: as if an engine of ours had written it."""
-    from nanovllm.jobs.result_lines import _CHECKSUM, _hash
+    from nanovllm.apps.jobs.result_lines import _CHECKSUM, _hash
 
     answer = {**json.loads(line), "id": name}
     del answer["checksum"]
@@ -599,7 +599,7 @@ def test_a_line_may_name_no_argument_of_the_rendering_itself() -> None:
 def test_a_line_that_is_too_long_is_an_error_and_is_never_held(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("nanovllm.jobs.source.MAX_LINE_BYTES", 1000)
+    monkeypatch.setattr("nanovllm.apps.jobs.source.MAX_LINE_BYTES", 1000)
     packed = tmp_path / "in.gz"
     with gzip.open(packed, "wb", compresslevel=1) as file:
         file.write(body_of(prompt="first") + b"\n")
@@ -619,7 +619,7 @@ def test_a_line_that_is_too_long_is_an_error_and_is_never_held(
 
 
 def test_the_longest_line_allowed_is_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nanovllm.jobs.source.MAX_LINE_BYTES", 10)
+    monkeypatch.setattr("nanovllm.apps.jobs.source.MAX_LINE_BYTES", 10)
     lines = [b"x" * 10, b"x" * 11, b"x" * 9, b" " * 10, b"x" * 10]
     path = tmp_path / "in"
     path.write_bytes(b"\n".join(lines))

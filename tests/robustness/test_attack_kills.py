@@ -23,7 +23,7 @@ import pytest
 from helpers.batch_jobs import openai_line, read_answers, run, write_lines
 from helpers.paths import BOX_MODEL, TESTS
 
-from nanovllm.jobs.job import Status
+from nanovllm.apps.jobs.job import Status
 
 SHARE = float(os.environ.get("NANOVLLM_ATTACKS", "0.1"))
 OPTIONS = ["--dtype=float32", "--max-model-len=128", "--max-num-seqs=4", "--kvcache-memory-bytes=16777216", "--seed=7"]

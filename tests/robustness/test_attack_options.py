@@ -24,8 +24,8 @@ from helpers.integrity import check_scheduler
 from helpers.paths import BOX_MODEL, ROOT
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.commands.cli import main
-from nanovllm.jobs.job import Status
+from nanovllm.apps.cli import main
+from nanovllm.apps.jobs.job import Status
 
 VALUES: list[Any] = [
     *(

@@ -20,8 +20,8 @@ from helpers.tiny import save_random
 
 import nanovllm
 from nanovllm import LLM, SamplingParams
-from nanovllm.distributed import follower_group, follower_process
-from nanovllm.distributed.collectives import FolderStore
+from nanovllm.features.distributed import follower_group, follower_process
+from nanovllm.features.distributed.collectives import FolderStore
 
 OPTIONS: dict[str, Any] = {
     "dtype": "float32",
@@ -142,7 +142,9 @@ def test_followers_import_from_folders_with_a_colon(
     make_start_message = follower_group.make_start_message
     changes = {"folder": tmp_path / "nowhere"}
     monkeypatch.setattr(follower_group, "make_start_message", lambda *args: make_start_message(*args) | changes)
-    with pytest.raises(RuntimeError, match=r'rank 1 of 2 failed: Traceback(.|\n)*"/.*/a:b/nanovllm/distributed/worker'):
+    with pytest.raises(
+        RuntimeError, match=r'rank 1 of 2 failed: Traceback(.|\n)*"/.*/a:b/nanovllm/features/distributed/worker'
+    ):
         LLM(str(model), tensor_parallel_size=2, **OPTIONS)
 
 
@@ -164,7 +166,7 @@ def test_a_rank_killed_in_the_midst_of_a_word_keeps_nobody_waiting(tmp_path: Pat
 
 WITHOUT_A_WATCHER = """
 import sys, time
-from nanovllm.distributed import worker
+from nanovllm.features.distributed import worker
 
 def fail(*_):
     time.sleep(0.5)

@@ -205,9 +205,9 @@ def test_a_broken_row_among_preempted_ones_and_steps_in_flight(depth: int, num_b
 
 
 def test_a_job_writes_an_error_line_and_goes_on(untied: Path, tmp_path: Path) -> None:
-    from nanovllm.jobs.request_lines import read_request_line
-    from nanovllm.jobs.result_lines import make_result_line, read_result_line
-    from nanovllm.jobs.source import Line
+    from nanovllm.apps.jobs.request_lines import read_request_line
+    from nanovllm.apps.jobs.result_lines import make_result_line, read_result_line
+    from nanovllm.apps.jobs.source import Line
 
     with open_llm(untied, make_backend("torch")) as llm:
         poison(llm, PROMPTS[0][5], INF)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from helpers.batch_jobs import read_answers, run, run_job_that_calls, texts_by_id, write_lines
 
-from nanovllm.jobs.job import Status
+from nanovllm.apps.jobs.job import Status
 
 NUM_LINES = 40
 
@@ -82,7 +82,7 @@ def test_results_that_were_moved_or_removed_are_copied_to_a_name_that_resumes_th
 def test_a_job_ends_soon_after_its_results_were_moved(
     source: Path, tmp_path: Path, log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("nanovllm.jobs.results_file.SYNC_SECONDS", 0.01)
+    monkeypatch.setattr("nanovllm.apps.jobs.results_file.SYNC_SECONDS", 0.01)
 
     def remove_and_wait() -> None:
         (tmp_path / "out").unlink()
@@ -99,7 +99,7 @@ def test_without_a_place_for_the_copy_the_message_says_so(
 ) -> None:
     def remove_and_fill() -> None:
         (tmp_path / "out").unlink()
-        monkeypatch.setattr("nanovllm.jobs.results_file.token_hex", lambda _: "x" * 300)  # no file has such a name
+        monkeypatch.setattr("nanovllm.apps.jobs.results_file.token_hex", lambda _: "x" * 300)  # no file has such a name
 
     assert run_job_that_calls(remove_and_fill, source, tmp_path / "out") == Status.OUTPUT_FAILED
     assert "cannot be copied: " in log.text and "File name too long" in log.text

@@ -21,8 +21,8 @@ from nanovllm.backends.gpu.memory import GpuMemory, measure_memory
 from nanovllm.backends.gpu.pinned import PinnedStaging
 from nanovllm.backends.staging import Staging
 from nanovllm.backends.steps import EAGER
-from nanovllm.distributed.ring import HEADER, pack_plan
 from nanovllm.engine.plan import StepPlan
+from nanovllm.features.distributed.ring import HEADER, pack_plan
 from nanovllm.ops.step_inputs import step_inputs_reference
 from nanovllm.runner.device_rows import DeviceRows
 from nanovllm.runner.kv_memory import blocks_that_fit

@@ -25,7 +25,7 @@ from nanovllm.backends.gpu.cuda_graphs import CudaGraphs
 from nanovllm.backends.gpu.grouped_linear import grouped_linear
 from nanovllm.backends.steps import EAGER
 from nanovllm.config import MAX_NUM_SEQS
-from nanovllm.models.qwen3_moe.ops import Routing
+from nanovllm.features.families.qwen3_moe.ops import Routing
 from nanovllm.ops.attention import KVCache
 
 LAYERS = 28

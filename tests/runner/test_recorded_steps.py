@@ -17,7 +17,7 @@ from nanovllm.backends.cpu.library import record_calls
 from nanovllm.backends.cpu.recorded_steps import MOST_SEQS, RecordedSteps
 from nanovllm.backends.cpu.scratch import Scratch, borrow_from
 from nanovllm.backends.steps import EAGER
-from nanovllm.edits.edit_logits import MaskAndPenalties
+from nanovllm.features.edits.edit_logits import MaskAndPenalties
 from nanovllm.models.decoder import Decoder
 from nanovllm.ops.step_inputs import StepInputs
 

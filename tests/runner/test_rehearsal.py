@@ -33,9 +33,9 @@ from nanovllm import LLM, SamplingParams, StructuredOutputsParams
 from nanovllm.backends.gpu import device
 from nanovllm.backends.gpu.cuda_graphs import CudaGraphs
 from nanovllm.backends.gpu.memory import GpuMemory
-from nanovllm.drafts.speculation import Speculation
-from nanovllm.edits import editing
-from nanovllm.models.qwen3_5.ops import RowState
+from nanovllm.features.drafts.speculation import Speculation
+from nanovllm.features.edits import editing
+from nanovllm.features.families.qwen3_5.ops import RowState
 from nanovllm.outputs import Output
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.runner.step_handle import StepHandle

@@ -16,9 +16,9 @@ from torch import Tensor
 from transformers import Qwen3ForCausalLM
 
 from nanovllm import LLM, EngineConfig, SamplingParams
+from nanovllm.apps.jobs.job import Job
+from nanovllm.apps.jobs.run import run_job
 from nanovllm.backends import Backend
-from nanovllm.jobs.job import Job
-from nanovllm.jobs.run import run_job
 from nanovllm.ops.token_logprobs import TokenLogprobs, token_logprobs_reference
 from nanovllm.runner.logprobs import LOGITS_AT_A_TIME, Logprobs
 from nanovllm.text.tokenizer import Tokenizer

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2ForCausalLM, Qwen3MoeForCausalLM
 
 from nanovllm import LLM, LoRARequest, Output, SamplingParams
-from nanovllm.runner.renewal import Renewal, WeightLoad
+from nanovllm.features.renewal import Renewal, WeightLoad
 
 pytest.importorskip("peft")
 
@@ -224,7 +224,7 @@ def test_the_model_as_it_was_comes_back_for_whatever_names_no_adapter(case: Case
 def test_a_change_is_logged_with_its_cost_and_happens_only_when_the_adapter_is_another(
     case: Case, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, "nanovllm.uses.adapters")
+    caplog.set_level(logging.INFO, "nanovllm.features.adapters.groups")
     first, second = case.requests
     names = load_file(case.model / "model.safetensors")
     num_bytes = sum(names[name].nbytes for name in names if "proj" in name)
@@ -361,7 +361,7 @@ def test_an_adapter_that_changes_or_cannot_be_read_halfway_is_an_error(
 ) -> None:
     first, second = case.requests
     with LLM(case.model, **OPTIONS) as llm:
-        from nanovllm.uses import adapters
+        from nanovllm.features.adapters import groups as adapters
 
         digests = iter(["00" * 16, "11" * 16])
         monkeypatch.setattr(adapters, "digest_adapter", lambda folder: next(digests))
@@ -435,7 +435,7 @@ def test_new_weights_that_come_before_the_run_has_the_engine_refuse_its_adapters
     case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another thread may load weights between the first check and the beginning of the run."""
-    from nanovllm.uses.adapters import AdapterOrder
+    from nanovllm.features.adapters.groups import AdapterOrder
 
     original = AdapterOrder.list_requests
 
@@ -475,7 +475,7 @@ def test_a_pipe_in_place_of_a_file_is_refused_at_once(case: Case, tmp_path: Path
 
 def test_a_second_thread_s_object_does_not_take_over_what_the_weights_have(case: Case) -> None:
     """Two threads may make the object that knows this at the same time. One of the two is dropped."""
-    from nanovllm.uses.adapters import Adapters
+    from nanovllm.features.adapters.groups import Adapters
 
     with LLM(case.model, **OPTIONS) as llm:
         run(llm, case.requests[0])

@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 
 from nanovllm import LLM, Output, SamplingParams
 from nanovllm.backends.cpu.backend import CpuBackend
+from nanovllm.engine import admission
+from nanovllm.engine.admission import LINES_AHEAD, Admission, Candidate, SoonestOrder, put_longest_first, sort_by_prefix
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.sequence import Request, derive_seed
-from nanovllm.uses import admission
-from nanovllm.uses.admission import LINES_AHEAD, Admission, Candidate, SoonestOrder, put_longest_first, sort_by_prefix
 
 BLOCK = 4
 
@@ -332,9 +332,9 @@ def test_only_lists_are_reordered():
 
 
 def test_a_file_of_requests_gives_the_results_of_the_given_order(tmp_path: Path):
+    from nanovllm.apps.jobs.job import Job, Status
+    from nanovllm.apps.jobs.run import run_job
     from nanovllm.config import EngineConfig
-    from nanovllm.jobs.job import Job, Status
-    from nanovllm.jobs.run import run_job
 
     draw = random.Random(2)
     lines = [

@@ -16,9 +16,9 @@ from torch.nn.functional import normalize
 from transformers import Qwen3ForCausalLM
 
 from nanovllm import LLM, EngineConfig, SamplingParams
+from nanovllm.apps.jobs.job import Job, Status
+from nanovllm.apps.jobs.run import run_job
 from nanovllm.engine.pooling import add_states
-from nanovllm.jobs.job import Job, Status
-from nanovllm.jobs.run import run_job
 
 OPTIONS: dict[str, Any] = {
     "dtype": "float32",

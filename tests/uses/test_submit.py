@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.edits.editing import Editing
+from nanovllm.features.edits.editing import Editing
 
 PROMPTS = ["a", "c", "A", "0", "ab", "x", "xyz", "m"]
 PARAMS = [SamplingParams(temperature=1, max_tokens=8 + i, seed=i, ignore_eos=True) for i in range(len(PROMPTS))]

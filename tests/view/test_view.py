@@ -14,9 +14,9 @@ from helpers.paths import ROOT
 from helpers.window import Page, record_a_hundred_thousand_events, run_small
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.commands.cli import main
-from nanovllm.view import trace as trace_module
-from nanovllm.view.page import find_first_difference, read_recording, render_page, write_page
+from nanovllm.apps.cli import main
+from nanovllm.apps.view.page import find_first_difference, read_recording, render_page, write_page
+from nanovllm.features import trace as trace_module
 
 HOSTILE = "</script><img src=x onerror=document.title='owned'><!--<script>"
 ROOM = {"num_kvcache_blocks": 24, "kvcache_block_size": 16, "max_model_len": 192, "max_num_batched_tokens": 64}

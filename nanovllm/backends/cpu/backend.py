@@ -17,8 +17,8 @@ from nanovllm.backends.cpu.recorded_steps import RecordedSteps
 from nanovllm.backends.cpu.scratch import Scratch
 from nanovllm.backends.steps import Steps
 from nanovllm.backends.torch_backend import pack_matrices
-from nanovllm.layers.embedding import LMHead, VocabParallelEmbedding
-from nanovllm.layers.weights import ShardedLayer
+from nanovllm.models.layers.embedding import LMHead, VocabParallelEmbedding
+from nanovllm.models.layers.weights import ShardedLayer
 from nanovllm.ops.attention import KVCache
 from nanovllm.ops.norm_rope_store import NormRope
 from nanovllm.ops.sample import Sampled, SamplingValues

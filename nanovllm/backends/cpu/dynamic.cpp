@@ -1,5 +1,5 @@
 // The kernels for products in whole numbers: a library of its own, compiled with -ffp-contract=off when the first model
-// asks for it. dynamic.h says how. The reference is `multiply_rounded` in quantized/dynamic.py.
+// asks for it. dynamic.h says how. The reference is `multiply_rounded` in features/quantized/dynamic.py.
 
 #include "dynamic.h"
 #include "exported.h"

@@ -9,7 +9,7 @@ from nanovllm.backends.cpu.huge_pages import huge_pages, return_freed_memory
 from nanovllm.backends.cpu.library import PANEL, KernelLibrary, open_library, read_constant
 from nanovllm.backends.cpu.quantized import CpuMatrix
 from nanovllm.backends.cpu.scratch import Scratch
-from nanovllm.quantized.codes import Codes
+from nanovllm.features.quantized.codes import Codes
 from nanovllm.utils.integers import ceil_div
 
 STEP = read_constant("STEP", "dynamic.h")

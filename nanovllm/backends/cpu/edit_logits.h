@@ -1,4 +1,4 @@
-// Edits logits by the rule that is stated in edits/edit_logits.py.
+// Edits logits by the rule that is stated in features/edits/edit_logits.py.
 #pragma once
 
 #include "vectors.h"

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from nanovllm.backends.cpu.backend import CpuBackend
-from nanovllm.edits.edit_logits import EditOperators, MaskAndPenalties
+from nanovllm.features.edits.edit_logits import EditOperators, MaskAndPenalties
 
 
 class Operators(EditOperators):

@@ -11,7 +11,7 @@ namespace {
 // Routes tokens by logits[tokens][experts], whose rows are `stride` apart. First it chooses the k experts of each token;
 // of experts with equal logits, the lowest number wins. Then it sorts the (token, expert) pairs by expert with a counting
 // sort. The pairs of padding tokens get the extra expert number `experts`, so they come last.
-// The reference is `route_reference` in models/qwen3_moe/ops.py.
+// The reference is `route_reference` in features/families/qwen3_moe/ops.py.
 template <class T>
 void route(const void* logits_, const int64_t* slots, float* weights, int32_t* places, int32_t* tokens,
            int32_t* offsets, int64_t num_tokens, int64_t experts, int64_t k, int64_t normalize, int64_t stride) {
@@ -57,7 +57,7 @@ void route(const void* logits_, const int64_t* slots, float* weights, int32_t* p
 // Computes y[r][out] = x[r][in] W_e^T for every expert e and its rows r from offsets[e] to offsets[e + 1]. W_e is
 // packed, and `out` is a multiple of PANEL. Threads share the panels of the experts that have rows, so each panel is
 // read from memory once.
-// The reference is `grouped_linear_reference` in models/qwen3_moe/ops.py.
+// The reference is `grouped_linear_reference` in features/families/qwen3_moe/ops.py.
 template <class T>
 void grouped_linear(const void* x, const uint32_t* packed, const int32_t* offsets, void* y, int64_t experts,
                     int64_t in, int64_t out) {
@@ -79,7 +79,7 @@ void grouped_linear(const void* x, const uint32_t* packed, const int32_t* offset
 
 // Computes out[t][size] = the sum over j of y[places[t][j]] weights[t][j], in float32 and in the order of j. If there is
 // a shared expert, shared[t][size] times the sigmoid of its gate comes last. Gates of tokens are gate_stride apart.
-// The reference is `combine_reference` in models/qwen3_moe/ops.py.
+// The reference is `combine_reference` in features/families/qwen3_moe/ops.py.
 template <class T>
 void combine(const void* y_, const float* weights, const int32_t* places, const void* shared, const void* gate,
              void* out_, int64_t tokens, int64_t k, int64_t size, int64_t gate_stride) {

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from nanovllm.backends.cpu.backend import CpuBackend, gather_rows, packs_in_place
 from nanovllm.backends.cpu.library import LANES
-from nanovllm.models.qwen3_moe.ops import ExpertOperators, Routing, SharedOutput
+from nanovllm.features.families.qwen3_moe.ops import ExpertOperators, Routing, SharedOutput
 
 
 class Operators(ExpertOperators):

@@ -21,7 +21,7 @@ constexpr int64_t CONV_TOKENS = 16, MAX_CONV_WIDTH = 8;
 // Computes y[tokens][channels] = silu(the weighted sum of the last `width` inputs of each channel). Threads share
 // pieces of CONV_TOKENS tokens of a sequence. The first piece of a sequence is the only one that needs the state, so it
 // also replaces the state, by copies of x, when it has computed its own tokens.
-// The reference is `causal_conv_reference` in models/qwen3_5/ops.py.
+// The reference is `causal_conv_reference` in features/families/qwen3_5/ops.py.
 template <class T>
 void causal_conv(const void* x_, const void* weight_, void* state_, void* y_, const int32_t* cu_seqlens,
                  const int32_t* lens, const int32_t* rows, int64_t seqs, int64_t channels, int64_t width,
@@ -133,7 +133,7 @@ void delta_token(const DeltaInputs& in, const typename T::element* v, float* s, 
 // Applies the gated delta rule, out [tokens][value heads][value dim]. Threads share blocks of columns of the states of
 // (sequence, value head). A block goes through the tokens of its sequence one after another, and each sum over the key
 // dimension is in the order of that dimension. So no bit depends on the other sequences, nor on where a step begins.
-// The reference is `gated_delta_reference` in models/qwen3_5/ops.py.
+// The reference is `gated_delta_reference` in features/families/qwen3_5/ops.py.
 template <class T>
 void gated_delta(const void* qkv_, const void* gates_, const float* a_log, const float* dt_bias, float* state,
                  const int32_t* cu_seqlens, const int32_t* lens, const int32_t* rows, void* out_, int64_t seqs,
@@ -171,7 +171,7 @@ void gated_delta(const void* qkv_, const void* gates_, const float* a_log, const
 }
 
 // Computes y = rms_norm(x) * weight * silu(gate) for x [tokens][heads][dim], whose gates are gate_stride apart.
-// The reference is `gated_rms_norm_reference` in models/qwen3_5/ops.py.
+// The reference is `gated_rms_norm_reference` in features/families/qwen3_5/ops.py.
 template <class T>
 void gated_rms_norm(const void* x_, const void* gate_, const void* weight, void* y_, int64_t tokens, int64_t heads,
                     int64_t dim, int64_t gate_stride, float eps) {
@@ -188,7 +188,7 @@ void gated_rms_norm(const void* x_, const void* gate_, const void* weight, void*
 }
 
 // Computes y[tokens][size] = x * sigmoid(gate). It rounds after the sigmoid, as the reference does.
-// The reference is `sigmoid_and_mul_reference` in models/qwen3_5/ops.py.
+// The reference is `sigmoid_and_mul_reference` in features/families/qwen3_5/ops.py.
 template <class T>
 void sigmoid_and_mul(const void* x_, const void* gate_, void* y_, int64_t tokens, int64_t size, int64_t gate_stride) {
     using E = typename T::element;

@@ -4,7 +4,7 @@ from torch import Tensor
 
 from nanovllm.backends.cpu.backend import CpuBackend
 from nanovllm.backends.cpu.library import LANES, MAX_HEAD_DIM, read_constant
-from nanovllm.models.qwen3_5.ops import HybridOperators
+from nanovllm.features.families.qwen3_5.ops import HybridOperators
 from nanovllm.ops.step_inputs import StepInputs
 
 MAX_CONV_WIDTH = read_constant("MAX_CONV_WIDTH", "gated_delta.h")

@@ -81,7 +81,7 @@ EXPORT(token_logprobs, (logits, tokens, values, log_sums, num_above, rows, vocab
 // Edits the rows `indices` of logits in place. masks [edited][words] may be null, which forbids no token; counts and
 // penalties [edited][3] may be null, which penalises none. rows[i] is the row of counts for edited row i. Logits are
 // edited in float32, whatever the model's dtype.
-// The reference is `edit_logits_reference` in edits/edit_logits.py.
+// The reference is `edit_logits_reference` in features/edits/edit_logits.py.
 void edit_logits_float32(int64_t threads, float* logits, const int32_t* indices, const uint32_t* masks,
                          const int32_t* rows, const int32_t* counts, const float* penalties, int64_t edited,
                          int64_t vocab) {

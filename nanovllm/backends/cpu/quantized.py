@@ -11,14 +11,14 @@ from nanovllm.backends.cpu.backend import CpuBackend, gather_rows
 from nanovllm.backends.cpu.huge_pages import huge_pages, return_freed_memory
 from nanovllm.backends.cpu.library import PANEL, KernelLibrary, cpu_library, open_library, read_constant
 from nanovllm.backends.cpu.scratch import Scratch
-from nanovllm.layers.linear import PackedMatrix
-from nanovllm.quantized.codes import Codes
-from nanovllm.quantized.formats import Format
-from nanovllm.quantized.torch_matrix import MatrixOperators
+from nanovllm.features.quantized.codes import Codes
+from nanovllm.features.quantized.formats import Format
+from nanovllm.features.quantized.torch_matrix import MatrixOperators
+from nanovllm.models.layers.linear import PackedMatrix
 from nanovllm.utils.integers import ceil_div
 
 if TYPE_CHECKING:
-    from nanovllm.models.qwen3_moe.ops import Routing
+    from nanovllm.features.families.qwen3_moe.ops import Routing
 
 logger = logging.getLogger(__name__)
 

@@ -1,6 +1,6 @@
 """A short causal convolution of each channel, then silu, as a Triton kernel.
 
-The reference is `causal_conv_reference` in models/qwen3_5/ops.py.
+The reference is `causal_conv_reference` in features/families/qwen3_5/ops.py.
 """
 
 import torch

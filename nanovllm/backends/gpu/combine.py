@@ -1,6 +1,6 @@
 """Adds up what a token's experts have computed, as a Triton kernel.
 
-The reference is `combine_reference` in models/qwen3_moe/ops.py.
+The reference is `combine_reference` in features/families/qwen3_moe/ops.py.
 """
 
 import torch
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from nanovllm.backends.gpu.launch import launch, wait_for_predecessor
 from nanovllm.backends.gpu.triton_shim import tl, triton
-from nanovllm.models.qwen3_moe.ops import Routing, SharedOutput
+from nanovllm.features.families.qwen3_moe.ops import Routing, SharedOutput
 from nanovllm.utils.integers import ceil_div
 
 

@@ -1,13 +1,13 @@
 """Edits logits by masks and penalties, as a Triton kernel.
 
-The reference is `edit_logits_reference` in edits/edit_logits.py, which states the rule.
+The reference is `edit_logits_reference` in features/edits/edit_logits.py, which states the rule.
 """
 
 from torch import Tensor
 
 from nanovllm.backends.gpu.launch import launch, wait_for_predecessor
 from nanovllm.backends.gpu.triton_shim import tl, triton
-from nanovllm.edits.edit_logits import EditOperators, MaskAndPenalties
+from nanovllm.features.edits.edit_logits import EditOperators, MaskAndPenalties
 
 BLOCK = 4096
 

@@ -3,7 +3,7 @@
 from nanovllm.backends.gpu.combine import combine
 from nanovllm.backends.gpu.grouped_linear import TILES, grouped_linear
 from nanovllm.backends.gpu.route import route
-from nanovllm.models.qwen3_moe.ops import ExpertOperators
+from nanovllm.features.families.qwen3_moe.ops import ExpertOperators
 
 
 class Operators(ExpertOperators):

@@ -1,7 +1,7 @@
 """Products with an activated gate as a Triton kernel: SwiGLU's silu(gate) * up, and a hybrid's x * sigmoid(gate).
 
 The reference is `silu_and_mul_reference` in ops/silu_and_mul.py; a hybrid's reference is `sigmoid_and_mul_reference` in
-models/qwen3_5/ops.py.
+features/families/qwen3_5/ops.py.
 """
 
 import torch

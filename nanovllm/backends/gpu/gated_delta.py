@@ -1,6 +1,6 @@
 """The gated delta rule as Triton kernels.
 
-The reference is `gated_delta_reference` in models/qwen3_5/ops.py, which states the rule and its paper.
+The reference is `gated_delta_reference` in features/families/qwen3_5/ops.py, which states the rule and its paper.
 """
 
 import torch
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from nanovllm.backends.gpu.launch import launch, wait_for_predecessor
 from nanovllm.backends.gpu.triton_shim import next_power_of_2, tl, triton
-from nanovllm.models.qwen3_5.ops import L2_EPS
+from nanovllm.features.families.qwen3_5.ops import L2_EPS
 from nanovllm.ops.step_inputs import StepInputs
 from nanovllm.utils.integers import ceil_div
 

@@ -1,6 +1,6 @@
 """RMSNorm of each head, times silu of a gate, as a Triton kernel.
 
-The reference is `gated_rms_norm_reference` in models/qwen3_5/ops.py.
+The reference is `gated_rms_norm_reference` in features/families/qwen3_5/ops.py.
 """
 
 import torch

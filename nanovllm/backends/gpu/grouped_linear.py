@@ -1,6 +1,6 @@
 """Multiplies every token by the matrices of its experts, all experts in one launch of a Triton kernel.
 
-The reference is `grouped_linear_reference` in models/qwen3_moe/ops.py.
+The reference is `grouped_linear_reference` in features/families/qwen3_moe/ops.py.
 """
 
 import torch
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from nanovllm.backends.gpu.launch import launch, wait_for_predecessor
 from nanovllm.backends.gpu.triton_shim import next_power_of_2, tl, triton
-from nanovllm.models.qwen3_moe.ops import Routing
+from nanovllm.features.families.qwen3_moe.ops import Routing
 from nanovllm.utils.integers import ceil_div
 
 TILES = ((32, 16, 64), (128, 16, 128), (512, 32, 256))

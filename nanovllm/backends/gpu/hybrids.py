@@ -4,7 +4,7 @@ from nanovllm.backends.gpu.causal_conv import causal_conv
 from nanovllm.backends.gpu.gate_and_mul import sigmoid_and_mul
 from nanovllm.backends.gpu.gated_delta import gated_delta
 from nanovllm.backends.gpu.gated_rms_norm import gated_rms_norm
-from nanovllm.models.qwen3_5.ops import HybridOperators
+from nanovllm.features.families.qwen3_5.ops import HybridOperators
 
 
 class Operators(HybridOperators):

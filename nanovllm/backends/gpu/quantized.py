@@ -13,12 +13,12 @@ from nanovllm.backends.gpu.quantized_linear import (
     make_arrivals,
     quantized_linear,
 )
-from nanovllm.quantized.codes import Codes
-from nanovllm.quantized.formats import Format
-from nanovllm.quantized.torch_matrix import MatrixOperators, TorchMatrix
+from nanovllm.features.quantized.codes import Codes
+from nanovllm.features.quantized.formats import Format
+from nanovllm.features.quantized.torch_matrix import MatrixOperators, TorchMatrix
 
 if TYPE_CHECKING:
-    from nanovllm.models.qwen3_moe.ops import Routing
+    from nanovllm.features.families.qwen3_moe.ops import Routing
 
 
 class TritonMatrix(TorchMatrix):

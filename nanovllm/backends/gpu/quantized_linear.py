@@ -1,6 +1,6 @@
 """Multiplies by a matrix of whole numbers with scales, 8 or 4 bits a weight, in Triton. Activations keep their type.
 
-The references are `TorchMatrix` and `TorchExperts` in quantized/torch_matrix.py.
+The references are `TorchMatrix` and `TorchExperts` in features/quantized/torch_matrix.py.
 """
 
 import torch
@@ -10,8 +10,8 @@ from torch import Tensor
 from nanovllm.backends.gpu.grouped_linear import locate_tile
 from nanovllm.backends.gpu.launch import launch, wait_for_predecessor
 from nanovllm.backends.gpu.triton_shim import next_power_of_2, tl, triton
-from nanovllm.models.qwen3_moe.ops import Routing
-from nanovllm.quantized.codes import Codes
+from nanovllm.features.families.qwen3_moe.ops import Routing
+from nanovllm.features.quantized.codes import Codes
 from nanovllm.utils.integers import ceil_div
 
 TILES = ((16, 16, 32, 6), (64, 64, 64, 3), (128, 128, 64, 3))

@@ -1,6 +1,6 @@
 """Chooses the experts of each token and sorts the pairs by expert, in two Triton kernels.
 
-The reference is `route_reference` in models/qwen3_moe/ops.py.
+The reference is `route_reference` in features/families/qwen3_moe/ops.py.
 """
 
 import torch
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from nanovllm.backends.gpu.launch import launch, wait_for_predecessor
 from nanovllm.backends.gpu.triton_shim import next_power_of_2, tl, triton
-from nanovllm.models.qwen3_moe.ops import Routing, route_reference
+from nanovllm.features.families.qwen3_moe.ops import Routing, route_reference
 from nanovllm.utils.integers import ceil_div
 
 MOST_PAIRS = 4096

@@ -72,7 +72,7 @@ def launch_steps(runner: "ModelRunner") -> None:
 
 def launch_logits_kernels(runner: "ModelRunner") -> None:
     """Launch the kernels that read logits: in the model's dtype, and in float32 for edits and log-probabilities."""
-    from nanovllm.edits.edit_logits import EditOperators, MaskAndPenalties
+    from nanovllm.features.edits.edit_logits import EditOperators, MaskAndPenalties
 
     backend = runner.backend
     vocab = runner.hf_config.vocab_size  # of all ranks: rank 0 gathers their logits

@@ -18,7 +18,7 @@ from helpers.rehearsal.interpreter import extended
 from helpers.rehearsal.nccl import PretendNccl
 from helpers.rehearsal.timeline import Event, RehearsalError, Stream
 from nanovllm.backends.gpu import cuda_graphs, startup, triton_shim
-from nanovllm.distributed import follower_process
+from nanovllm.features.distributed import follower_process
 
 LAUNCHER = "import sys; fd, *sys.path = sys.argv[1:]; from helpers.rehearsal.follower import main; main(int(fd))"
 """A follower runs worker.py with these stand-ins."""

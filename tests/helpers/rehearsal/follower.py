@@ -9,7 +9,7 @@ def main(fd: int) -> None:
     """Run the follower, under coverage if rank 0 runs under coverage; see `worker.main`."""
     if "COVERAGE_PROCESS_START" in os.environ:
         _measure_coverage()
-    from nanovllm.distributed import worker  # now, so that its own lines are noted
+    from nanovllm.features.distributed import worker  # now, so that its own lines are noted
 
     total, num_devices = map(int, os.environ["REHEARSAL"].split())
     with rehearse(total, num_devices):

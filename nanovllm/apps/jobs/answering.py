@@ -1,0 +1,138 @@
+"""Answers the lines of a job: reads them, has the engine run their requests, and writes the results."""
+
+from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from nanovllm.apps.jobs.compact_sets import DigestSet
+from nanovllm.apps.jobs.embedding_lines import make_embedding_line, prepare_embeddings
+from nanovllm.apps.jobs.line_adapters import LineAdapters
+from nanovllm.apps.jobs.request_lines import LineError, RequestLine, add_defaults, prepare_request, read_request_line
+from nanovllm.apps.jobs.result_lines import ResultLine, make_error_line, make_result_line
+from nanovllm.apps.jobs.source import Line
+from nanovllm.utils.work_ahead import work_ahead
+
+if TYPE_CHECKING:
+    from nanovllm.engine.admission import Admission
+    from nanovllm.engine.sequence import Request
+    from nanovllm.llm import LLM
+    from nanovllm.outputs import Output
+
+LINES_PREPARED = 64
+"""So many lines are read and tokenised before the engine asks for them: by a thread, while steps run."""
+
+
+class RunningLine(NamedTuple):
+    """A line whose requests were handed to the engine, and the outputs of those that have ended, by position."""
+
+    line: RequestLine
+    num_requests: int
+    outputs: "dict[int, Output]"
+
+
+@dataclass
+class Answering:
+    """Answers lines with one engine. Lines are read lazily, and written in the order in which they end.
+
+        lines -> read -> prepare (by a thread, ahead) -> admission -> adapters -> engine -> write
+
+    A line that is wrong leaves this way where that is found: its error is written as its result.
+
+    Attributes:
+        write: is called with each result.
+        defaults: the sampling parameters of lines that have no value of their own.
+        adapters: brings the adapter of each line into the weights.
+        done: the numbers of the lines that have a result. Their ids still count as seen.
+        stream: runs the requests, and yields (number, output) as each ends; None means `llm.run_requests`.
+        admission: reads further ahead, and chooses the next line; None keeps the given order.
+    """
+
+    llm: "LLM"
+    write: Callable[[ResultLine], None]
+    model_name: str
+    defaults: Mapping[str, Any]
+    adapters: LineAdapters
+    done: Container[int] = ()
+    stream: "Callable[[Iterable[Any]], Iterator[tuple[int, Output]]] | None" = None
+    admission: "Admission | None" = None
+    _ids: DigestSet = field(default_factory=DigestSet, init=False)
+    """The ids that lines had so far."""
+    _running: dict[int, tuple[RunningLine, int]] = field(default_factory=dict, init=False)
+    """For each request that the engine has: its line, and its position among the requests of that line."""
+
+    def answer(self, lines: Iterable[Line]) -> None:
+        """Answer every line that is not done."""
+        stream = self.stream or self.llm.run_requests
+        # After a Ctrl-C the traceback keeps generators alive, and one of these has a thread. They are closed here.
+        with closing(self._prepare(lines)) as prepared, closing(self._take_requests(prepared)) as requests:
+            for number, output in stream(requests):
+                self._end(number, output)
+
+    def _read(self, lines: Iterable[Line]) -> Iterator[RequestLine]:
+        for line in lines:
+            is_done = line.number in self.done
+            try:
+                request_line = read_request_line(line, self._ids.add)
+                if not is_done:
+                    yield add_defaults(request_line, self.defaults)
+            except LineError as error:
+                if not is_done:
+                    self.write(make_error_line(line.number, error))
+
+    def _prepare(self, lines: Iterable[Line]) -> "Generator[tuple[RequestLine, list[Request]] | None, None, None]":
+        """Yield lines with their requests; None if the next line is not ready, and the job can go on without it."""
+        tasks = work_ahead(
+            self._read(lines), lambda line: prepare_line(line, self.llm, self.model_name), LINES_PREPARED
+        )
+        with closing(tasks):
+            for line, task in tasks:
+                while self.admission is not None and self.admission.need_not_wait and not task.done():
+                    yield None
+                try:
+                    requests = task.result()
+                except LineError as error:
+                    self.write(make_error_line(line.number, error))
+                else:
+                    yield line, requests
+
+    def _take_requests(
+        self, prepared: "Iterator[tuple[RequestLine, list[Request]] | None]"
+    ) -> "Generator[Request | None, None, None]":
+        """Yield the requests for the engine; None while none may run."""
+        number = 0
+        for item in prepared if self.admission is None else self.admission.reorder(prepared):
+            if item is None:
+                continue
+            line, requests = item
+            try:
+                yield from self.adapters.change(line)
+            except LineError as error:
+                self.write(make_error_line(line.number, error))
+                continue
+            running_line = RunningLine(line, len(requests), {})
+            for position, request in enumerate(requests):
+                self._running[number] = (running_line, position)
+                number += 1
+                yield request
+
+    def _end(self, number: int, output: "Output") -> None:
+        """Note the output of a request. If all requests of its line have ended, write the line's result."""
+        running_line, position = self._running.pop(number)
+        line, num_requests, outputs = running_line
+        outputs[position] = output
+        if len(outputs) < num_requests:
+            return
+        if line.is_embedding:
+            in_order = [outputs[i] for i in range(num_requests)]
+            pooling = self.llm.engine.facts.pooling
+            self.write(make_embedding_line(line, in_order, self.model_name, pooling))
+        else:
+            self.write(make_result_line(line, output, self.model_name, self.llm.token_text))
+
+
+def prepare_line(line: RequestLine, llm: "LLM", model_name: str) -> "list[Request]":
+    """Return the requests of a line: several if it asks for several embeddings. LineError if the line is wrong."""
+    if line.is_embedding:
+        return prepare_embeddings(line, llm, model_name)
+    return [prepare_request(line, llm, model_name)]

@@ -1,0 +1,91 @@
+"""The interface of a format of quantised weights, and the format that is made at load."""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from torch import Tensor
+
+from nanovllm.features.quantized.codes import Codes, pack_int4, quantize_int8
+from nanovllm.ops.kv_codes import divide_by_scales
+from nanovllm.utils.integers import ceil_div
+
+if TYPE_CHECKING:
+    from nanovllm.features.quantized.unpack import ScaledFloats
+
+
+RawTensors = dict[str, tuple[tuple[int, ...], tuple[str, ...]]]
+"""{suffix of a name, such as "qweight": shape and possible number formats}, of all tensors that make one matrix."""
+
+
+@dataclass(frozen=True)
+class Format:
+    """How a model's matrices are quantised.
+
+    Attributes:
+        name: the value of the option `quantization` that means it.
+        bits: the bits of a code; 16 if the weights are dequantised while they are read.
+        group_size: elements of a row that share a scale; None: the whole row.
+        has_zeros: whether codes may have other zeros than the middle of their range.
+        quantizes_head: whether the LM head is always quantised, too. A checkpoint's own tensors say it for the others.
+        rounds_inputs: whether activations are rounded, too, while they are multiplied: see features/quantized/dynamic.py.
+    """
+
+    name: str
+    bits: int
+    group_size: int | None = None
+    has_zeros: bool = False
+    quantizes_head: bool = False
+    rounds_inputs: bool = False
+
+    suffixes: ClassVar[tuple[str, ...]] = ()
+    """Suffixes of names of which each shows that a matrix of the checkpoint is quantised."""
+
+    def find_tensors(self, prefix: str, names: Collection[str], out: int, size: int) -> RawTensors:
+        """Return the tensors that make the matrix [out, size] called `prefix`; {} if it is not quantised.
+
+        Args:
+            names: the names of all tensors of the checkpoint.
+        """
+        if not any(f"{prefix}.{suffix}" in names for suffix in self.suffixes):
+            return {}
+        return self.list_tensors(prefix, names, out, size)
+
+    def list_tensors(self, prefix: str, names: Collection[str], out: int, size: int) -> RawTensors:
+        """Return the tensors that make a quantised matrix."""
+        raise NotImplementedError
+
+    def convert(self, tensors: Mapping[str, Tensor], out: int, size: int) -> "Codes | ScaledFloats":
+        """Convert the tensors of one matrix, in the shapes of `list_tensors`. ValueError if they contradict them.
+
+        Returns:
+            The codes; or the weights that the tensors mean, for a format whose weights are kept in 16 bits.
+        """
+        raise NotImplementedError
+
+    def count_groups(self, size: int) -> int:
+        """Return how many scales a row of `size` elements has."""
+        return 1 if self.group_size is None else ceil_div(size, self.group_size)
+
+    def round(self, weight: Tensor) -> Codes:
+        """Quantise weights [..., out, in] by rounding. Dummy weights get their codes in this way."""
+        if self.group_size is None and self.bits == 8:
+            return quantize_int8(weight)
+        size = weight.shape[-1]
+        group_size = min(self.group_size or size, size)
+        groups = torch.nn.functional.pad(weight.float(), (0, -size % group_size))
+        groups = groups.view(*weight.shape[:-1], -1, group_size)
+        most = 2 ** (self.bits - 1) - 1
+        quotients, scales = divide_by_scales(groups, most)
+        codes = quotients.round_().clamp_(-most, most).flatten(-2)[..., :size].to(torch.int8)
+        return Codes(self.bits, codes if self.bits == 8 else pack_int4(codes + 8), scales, None, group_size)
+
+
+INT8 = Format("int8", bits=8, quantizes_head=True)
+"""Made at load: see `quantize_int8`."""
+
+INT8_DYNAMIC = replace(INT8, name="int8-dynamic", rounds_inputs=True)
+"""The same codes. Experts are multiplied as with INT8."""
+
+MADE_AT_LOAD = {format.name: format for format in (INT8, INT8_DYNAMIC)}

@@ -1,0 +1,354 @@
+"""Fills a model with quantised matrices: tensors become codes as they are read, whole modules are packed."""
+
+import logging
+import math
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nanovllm.backends import make_backend
+from nanovllm.config import ResolvedConfig
+from nanovllm.features.quantized.checkpoints import describe_format, find_format
+from nanovllm.features.quantized.codes import Codes, quantize_int8
+from nanovllm.features.quantized.formats import INT8, MADE_AT_LOAD, Format, RawTensors
+from nanovllm.features.quantized.torch_matrix import MatrixOperators
+from nanovllm.models.decoder import Decoder
+from nanovllm.models.layers.embedding import LMHead, VocabParallelEmbedding
+from nanovllm.models.layers.weights import NamedTargets, ShardedLayer, WeightTarget
+from nanovllm.models.weight_names import find_module_targets
+from nanovllm.models.weight_reader import materialize
+from nanovllm.utils.checks import quote
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+logger = logging.getLogger(__name__)
+
+Copy = Callable[[Tensor, Tensor], object]
+
+
+def can_round_inputs(config: ResolvedConfig) -> bool:
+    """Return whether the backend that `config` names can multiply by rounded inputs."""
+    try:
+        return make_backend(config.attention_backend, config.device).rounds_inputs
+    except ImportError:  # an estimate for a GPU: its kernels, which do not round, need not be installed here
+        return False
+
+
+class ModelQuantizer:
+    """Gives one rank's model quantised matrices, which weight_reader.py, dummy_weights.py and renewal.py fill.
+
+    The model is made on torch's meta device, so that no matrix is ever in memory with 16 bits for each weight.
+    """
+
+    def __init__(self, config: ResolvedConfig, hf_config: "PretrainedConfig") -> None:
+        """ValueError if the checkpoint's format is not supported, or not the one that the option asks for."""
+        format = find_format(config.quantization, hf_config)
+        if format is None:
+            raise ValueError("neither config.json nor the option quantization asks for quantised weights")
+        if config.lora is not None and format not in MADE_AT_LOAD.values():
+            raise ValueError(
+                f"lora is {quote(config.lora)}, and the checkpoint is quantised already: an adapter can be merged only "
+                'into a checkpoint of 16 or 32 bits; quantization="int8" quantises the merged weights'
+            )
+        if format.rounds_inputs and not can_round_inputs(config):
+            raise ValueError(
+                f"quantization is {quote(format.name)}, for which there are kernels on a CPU only: on a GPU use "
+                'quantization="int8", or attention_backend="torch", which is slow'
+            )
+        self.format = format
+        self._config = config
+        self._device = torch.device(config.device)
+
+    def count_bytes(self, model: Decoder, itemsize: int) -> int:
+        """Return the memory of a model's weights, if those that are not quantised take `itemsize` bytes each."""
+        return count_bytes(model, self.format, itemsize)
+
+    def describe(self) -> str:
+        """Return how the weights are stored, for a table: see `describe_format`."""
+        return describe_format(self.format, self._config.dtype)
+
+    def announce(self, model: Decoder) -> None:
+        """Log what a user should know of the format. `model` is the whole one."""
+        if self.format.bits == 16:
+            dtype = self._config.dtype
+            itemsize = getattr(torch, dtype).itemsize
+            num_bytes = self.count_bytes(model, itemsize)
+            int8_bytes = count_bytes(model, INT8, itemsize)
+            logger.warning(
+                "the checkpoint's FP8 weights become %s while they are read, and take %.2f GiB in all; "
+                'quantization="int8" takes %.2f GiB',
+                *(dtype, num_bytes / 2**30, int8_bytes / 2**30),
+            )
+            return
+        if self.format.rounds_inputs and any(weight.dim() > 2 for weight in self.list_matrices(model)):
+            logger.info('the experts are multiplied as with quantization="int8": their inputs are not rounded')
+        backend = make_backend(self._config.attention_backend, self._config.device)
+        operators = backend.find_operators(MatrixOperators, "quantized")
+        operators.warn(self.format)
+
+    def list_matrices(self, model: Decoder) -> list[nn.Parameter]:
+        return [weight for module in find_matrices(model, self.format).values() for weight in module.list_matrices()]
+
+    def begin(self, model: Decoder) -> "Filling":
+        """Return what fills the matrices of a model once. Several may be begun, and not all need to be finished."""
+        return Filling(self.format, model, self._device)
+
+    def find_targets(self, model: Decoder, names: Collection[str]) -> NamedTargets:
+        """Yield what `weight_names.find_targets` yields, with other targets where a matrix is quantised."""
+        filling = self.begin(model)
+        filling.allocate_others(names)
+        for _, name, target in filling.find_targets(names):
+            yield name, target
+
+
+def find_matrices(model: Decoder, format: Format) -> dict[str, ShardedLayer]:
+    """Return {path: module} of the modules whose matrices may be quantised: all that list some, but embeddings.
+
+    An embedding that is tied to the LM head may be, if the format quantises the head. It stands for both of them.
+    """
+    found: dict[str, ShardedLayer] = {}
+    if format.bits == 16:
+        return found
+    for path, module in model.named_modules():
+        if isinstance(module, VocabParallelEmbedding):
+            if not model.tied if isinstance(module, LMHead) else model.tied and format.quantizes_head:
+                found[path] = module
+        elif isinstance(module, ShardedLayer) and module.list_matrices():
+            found[path] = module
+    return found
+
+
+def count_bytes(model: Decoder, format: Format, itemsize: int) -> int:
+    """Return the memory of a model's weights, if those that are not quantised take `itemsize` bytes each.
+
+    Args:
+        model: it may be on the meta device.
+    """
+    total = sum(parameter.numel() for parameter in model.parameters()) * itemsize
+    for module in find_matrices(model, format).values():
+        if isinstance(module, LMHead) and not format.quantizes_head:
+            continue  # a checkpoint may have it quantised, but few have
+        for weight in module.list_matrices():
+            size = weight.shape[-1]
+            row = size * format.bits // 8 + format.count_groups(size) * (4 + 2 * format.has_zeros)
+            total += weight.numel() // size * (row - size * itemsize)
+    return total
+
+
+def join_codes(parts: Sequence[Codes], parameter: nn.Parameter) -> Codes:
+    """Return the codes of a parameter [out, in], or [num_experts, out, in], in memory of their own.
+
+    Args:
+        parts: all parts of it, in the order of their rows. Rows of padding, which have no part, get zeros.
+
+    Raises:
+        ValueError: the parts have different formats, groups, or orders of columns. Experts may have different orders.
+    """
+    first = parts[0]
+    *outer, size = parameter.shape
+    orders = [part.order for part in parts if part.order is not None]
+    per_expert = len(parts) // outer[0] if len(outer) > 1 else len(parts)
+    are_alike = len({(part.bits, part.group_size, part.zeros is None, part.order is None) for part in parts}) == 1
+    if not are_alike or any(not torch.equal(order, orders[i - i % per_expert]) for i, order in enumerate(orders)):
+        raise ValueError("its format, its groups or the order of its columns differ from those of its neighbours")
+    num_lacking = math.prod(outer) - sum(part.scales[..., 0].numel() for part in parts)
+    if num_lacking * size > getattr(parameter, "padding", 0):
+        raise RuntimeError(f"{num_lacking} rows of a quantised matrix have not been filled")
+
+    def join(values: Sequence[Tensor]) -> Tensor:
+        joined = torch.cat(tuple(values), -2)
+        if num_lacking:
+            joined = F.pad(joined, (0, 0, 0, num_lacking))
+        return joined.view(*outer, joined.shape[-1])
+
+    codes = join([part.codes for part in parts])
+    scales = join([part.scales for part in parts])
+    zeros = None
+    if first.zeros is not None:
+        zeros = join([part.zeros for part in parts if part.zeros is not None])
+        if bool((zeros == (0 if first.bits == 8 else 8)).all()):
+            zeros = None
+    order = torch.stack(orders[::per_expert]) if orders and len(outer) > 1 else first.order
+    return replace(first, codes=codes, scales=scales, zeros=zeros, order=order)
+
+
+class Filling:
+    """Fills the matrices of one model. `attach` packs the matrices of a module that is complete."""
+
+    def __init__(self, format: Format, model: Decoder, device: torch.device) -> None:
+        """
+        Args:
+            model: tells shapes. Its matrices are on the meta device.
+            device: the device that holds the codes.
+        """
+        self.format = format
+        self.device = device
+        self._model = model
+        self._modules = find_matrices(model, format)
+        self._parts: dict[int, dict[int, Codes]] = {}
+        """{id of a parameter: {place of a part in it: its codes}}, for the parameters of which a part has come."""
+
+    def find_targets(self, names: Collection[str], attaches: bool = True) -> Iterator[tuple[str, str, WeightTarget]]:
+        """Yield what `find_module_targets` yields, with other targets where a matrix is quantised.
+
+        Args:
+            attaches: whether a module of the model is packed as soon as it is complete.
+        """
+        for path, name, target in find_module_targets(self._model, names):
+            inner = target
+            if path in self._modules and target.view.dim() > 1:
+                place = (target.view, target.shape, target.slices)
+                inner = RoundedTarget(*place, filling=self, path=path, attaches=attaches)
+            tensors = self._find_tensors(name, target, names)
+            if not tensors:
+                yield path, name, inner
+                continue
+            prefix = name.removesuffix(".weight")
+            make_raw = partial(RawTarget, filling=self, prefix=prefix, matrix=inner, come={}, num_tensors=len(tensors))
+            view = target.view
+            for suffix, (shape, dtypes) in tensors.items():
+                yield path, f"{prefix}.{suffix}", make_raw(view, shape, (), dtypes=dtypes, suffix=suffix)
+                view = view[:0]  # together they cover the matrix once
+
+    def allocate_others(self, names: Collection[str]) -> None:
+        """Allocate the matrices that are not quantised in a checkpoint with tensors of these names.
+
+        Raises:
+            ValueError: of several matrices that are multiplied as one, only some are quantised.
+        """
+        if self.format.quantizes_head:
+            return  # all matrices are quantised
+        quantized: dict[str, dict[str, bool]] = {path: {} for path in self._modules}
+        for path, name, target in find_module_targets(self._model, names):
+            if path in self._modules and target.view.dim() > 1:
+                quantized[path][name] = bool(self._find_tensors(name, target, names))
+        for path, found in quantized.items():
+            if len(set(found.values())) > 1:
+                some = next(name for name, is_quantized in found.items() if not is_quantized)
+                raise ValueError(
+                    f"{some} is not quantised, and others are that are multiplied with it as one matrix: "
+                    "such checkpoints are not supported"
+                )
+            if not any(found.values()):
+                module = self._modules.pop(path)
+                for name, value in list(module.named_parameters(recurse=False)):
+                    if value.is_meta:
+                        setattr(module, name, materialize(value, self.device))
+                self._model.backend.prepare_weights(module.parameters(recurse=False))
+
+    def _find_tensors(self, name: str, target: WeightTarget, names: Collection[str]) -> RawTensors:
+        if not name.endswith(".weight") or target.view.dim() != 2 or len(target.shape) != 2:
+            return {}  # a convolution's weights are a matrix here, but not in the checkpoint
+        return self.format.find_tensors(name.removesuffix(".weight"), names, *target.shape)
+
+    def is_quantized(self, path: str) -> bool:
+        """Return whether the matrices of the module at `path` become codes."""
+        return path in self._modules
+
+    def fill(self, path: str, values: Tensor, parameter: nn.Parameter) -> None:
+        """Round the values of a whole parameter to codes: of dummy weights, which have no checkpoint."""
+        self.put(path, parameter, self.format.round(values))
+        self.attach_if_complete(path)
+
+    def put(self, path: str, view: Tensor, part: Codes) -> None:
+        """Take the codes for a view of a parameter: for rows of it, or of one expert's matrix, or of every expert's."""
+        weights = self._modules[path].list_matrices()
+        parameter = next(weight for weight in weights if view is weight or view._base is weight)
+        self._parts.setdefault(id(parameter), {})[int(view.storage_offset())] = part
+
+    def attach_if_complete(self, path: str) -> None:
+        """Pack the matrices of a module of the model if all their parts have come."""
+        for weight in self._modules[path].list_matrices():
+            parts = self._parts.get(id(weight), {}).values()
+            num_rows = sum(part.scales[..., 0].numel() for part in parts)
+            if not parts or num_rows * weight.shape[-1] < weight.numel() - getattr(weight, "padding", 0):
+                return
+        self.attach(path, self._model.get_submodule(path), self._model)
+
+    def attach(self, path: str, module: nn.Module, model: Decoder) -> None:
+        """Pack the matrices of the module at `path`, whose codes have all come.
+
+        Args:
+            module: gets them; it belongs to `model`.
+        """
+        assert isinstance(module, ShardedLayer)
+        weights = self._modules[path].list_matrices()
+        dtype = weights[0].dtype
+        empty = nn.Parameter(torch.empty(0, dtype=dtype, device=self.device), requires_grad=False)
+        operators = model.backend.find_operators(MatrixOperators, "quantized")
+        packed: list[Any] = []
+        for weight, old in zip(weights, module.list_packed() or (None,) * len(weights), strict=True):
+            parts = self._parts.pop(id(weight))
+            codes = join_codes([parts[place] for place in sorted(parts)], weight)
+            parts.clear()
+            if weight.dim() > 2:
+                new: Any = operators.make_experts(codes, dtype)
+            else:
+                new = operators.make_matrix(codes, dtype, self.format.rounds_inputs)
+            packed.append(operators.keep_place(old, new))
+        is_shared = model.tied and module is model.embed_tokens
+        for owner in (module, model.lm_head) if is_shared else (module,):
+            owner.set_packed(packed, empty)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundedTarget(WeightTarget):
+    """A place for codes, which are made of a tensor of 16 or 32 bits by rounding, or come as codes.
+
+    The scale is that of the whole row, also where ranks share it. So whole rows are read.
+    """
+
+    filling: Filling
+    path: str
+    attaches: bool
+
+    def fill(self, source: Any, copy: Copy) -> None:
+        *experts, rows, columns = self.slices
+        assert isinstance(rows, slice) and isinstance(columns, slice)
+        if isinstance(source, Codes):
+            part = source.take_rows(rows)
+        else:
+            part = quantize_int8(source[(*experts, rows, slice(None))].to(self.filling.device))
+        self.filling.put(self.path, self.view, part.take_columns(columns))
+        if self.attaches:
+            self.filling.attach_if_complete(self.path)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RawTarget(WeightTarget):
+    """A place for one of the tensors that make a matrix of a quantised checkpoint. The last one fills the matrix.
+
+    Attributes:
+        suffix: the end of the tensor's name.
+        filling: what the matrix belongs to.
+        prefix: the matrix's name in the checkpoint.
+        matrix: where the matrix goes.
+        come: {suffix: tensor} of those that have come; all targets of the matrix share it.
+        num_tensors: how many tensors make the matrix.
+    """
+
+    suffix: str
+    filling: Filling
+    prefix: str
+    matrix: WeightTarget
+    come: dict[str, Tensor]
+    num_tensors: int
+
+    def fill(self, source: Any, copy: Copy) -> None:
+        self.come[self.suffix] = source[...].to(self.filling.device)
+        if len(self.come) < self.num_tensors:
+            return
+        try:
+            weights: Any = self.filling.format.convert(self.come, *self.matrix.shape)
+            self.come.clear()
+            if isinstance(weights, Codes) and not isinstance(self.matrix, RoundedTarget):
+                weights = weights.dequantize()  # of a router, which is not quantised here, however it was stored
+            self.matrix.fill(weights, Tensor.copy_)
+        except ValueError as error:
+            raise ValueError(f"{self.prefix}: {error}") from None

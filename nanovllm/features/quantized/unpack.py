@@ -1,0 +1,87 @@
+"""Turns the packed words of checkpoints into codes: what the formats of checkpoints.py have in common."""
+
+import torch
+from torch import Tensor
+
+from nanovllm.features.quantized.codes import Codes, pack_int4
+
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+"""AWQ's order of outputs within a word: bits 4i to 4i + 3 of word j hold output 8j + AWQ_ORDER[i]."""
+
+Numbers = Tensor
+"""uint8: codes as a checkpoint stores them, 0 to 15 or 0 to 255."""
+
+
+def unpack_words(words: Tensor, bits: int, order: tuple[int, ...] | None = None) -> Numbers:
+    """Unpack int32 [rows, n] to uint8 [rows, n * 32 / bits], the lowest bits of a word first.
+
+    Args:
+        order: the order of the results of one word: its i-th bits give the result order[i].
+    """
+    per_word = 32 // bits
+    out = torch.empty(*words.shape, per_word, dtype=torch.uint8, device=words.device)
+    for i in range(per_word):
+        out[..., i if order is None else order[i]] = (words >> bits * i) & (2**bits - 1)
+    return out.flatten(-2)
+
+
+def make_codes(
+    numbers: Numbers, scales: Tensor, zeros: Tensor | None, bits: int, group_size: int, groups: Tensor | None = None
+) -> Codes:
+    """Return the codes for numbers as a checkpoint stores them. Those of 8 bits are shifted by 128, zeros included.
+
+    Args:
+        numbers: [out, in].
+        scales: [out, groups].
+        zeros: [out, groups]; None if they are the middle of the range.
+        groups: [in], the group of each input; None if they are in order.
+
+    Raises:
+        ValueError: groups have other sizes.
+    """
+    order = None if groups is None else find_order(groups, group_size)
+    if order is not None:
+        numbers = numbers[:, order]
+    if zeros is not None:
+        zeros = zeros.to(torch.int16) - (128 if bits == 8 else 0)
+    codes = pack_int4(numbers) if bits == 4 else (numbers ^ 128).view(torch.int8)
+    return Codes(bits, codes, scales.to(torch.float32), zeros, group_size, order)
+
+
+def find_order(g_idx: Tensor, group_size: int) -> Tensor | None:
+    """Return the order of the columns that sorts them by group, int64 [in]; None if they are sorted.
+
+    Args:
+        g_idx: int32 [in], the group of each column.
+
+    Raises:
+        ValueError: a group has another number of columns than group_size.
+    """
+    sorted_groups, order = torch.sort(g_idx.long(), stable=True)
+    expected = torch.arange(len(g_idx), device=g_idx.device) // group_size
+    if not torch.equal(sorted_groups, expected):
+        raise ValueError(f"g_idx has groups of other sizes than {group_size}, which is not supported")
+    return None if torch.equal(g_idx.long(), expected) else order
+
+
+class ScaledFloats:
+    """FP8 weights times their scales, [out, in]. Rows are dequantised when they are asked for."""
+
+    def __init__(self, weight: Tensor, scales: Tensor, block: tuple[int, int]) -> None:
+        """
+        Args:
+            weight: float8 [out, in].
+            scales: [ceil(out / block[0]), ceil(in / block[1])], of any floating type.
+            block: rows and columns that share a scale.
+        """
+        self._weight = weight
+        self._scales = scales.to(torch.float32)
+        self._block = block
+
+    def __getitem__(self, slices: tuple[slice, slice]) -> Tensor:
+        """Return some rows and columns, float32."""
+        part = self._weight[slices].to(torch.float32)
+        index = []
+        for places, size, block in zip(slices, self._weight.shape, self._block, strict=True):
+            index.append(torch.arange(*places.indices(size), device=part.device) // block)
+        return part.mul_(self._scales[index[0]][:, index[1]])

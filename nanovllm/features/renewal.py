@@ -1,0 +1,436 @@
+"""New weights in a running engine, and an engine that sleeps: for reinforcement learning, and for many checkpoints."""
+
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor, nn
+
+from nanovllm.engine.claim import Activity, State
+from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.features.adapters.lora import Adapter
+from nanovllm.models.headers import EMBEDDING, HEAD, ROWS_AT_A_TIME, are_equal
+from nanovllm.models.layers.linear import MatrixModule
+from nanovllm.models.layers.parallel import Parallel
+from nanovllm.models.layers.weights import WeightTarget
+from nanovllm.models.model_config import find_decoder, find_family, is_headless
+from nanovllm.models.weight_names import find_elsewhere, find_module_targets
+from nanovllm.models.weight_reader import checkpoint_files, name_canonically, name_some, open_tensors
+from nanovllm.runner.model_runner import ModelRunner
+from nanovllm.utils.checks import as_bool, as_integer, quote
+from nanovllm.utils.machine import default_dtype
+
+Command = dict[str, Any]
+"""Tells every rank what to do: "do", and its arguments. It travels as JSON."""
+
+ALSO_LOADS_IN = (State.LOADING, State.REPLACED)
+"""The states, beside READY, in which new weights may come."""
+
+
+class Renewal:
+    """Replaces the weights of an engine, and frees and restores its memory. `LLM` has a method for each of these.
+
+    It checks what is asked for, on rank 0, and has every rank do it.
+    """
+
+    def __init__(self, engine: LLMEngine) -> None:
+        self._engine = engine
+        self._claim = engine.claim
+        runner: Any = engine.runner
+        self._rank = RankRenewal(getattr(runner, "local", runner))
+        self._send: Callable[[Command, Tensor | None], None] | None = getattr(runner, "send_command", None)
+        """Sends a command to the other ranks; None if there are none."""
+        self._num_blocks = engine.scheduler.block_manager.num_blocks
+        self._level = 0
+        """The level of the sleep; 0 while the engine is awake."""
+        self.has_new_weights = False
+        """Whether `load_weights` has replaced weights."""
+
+    def _command(self, command: Command, tensor: Tensor | None = None) -> None:
+        """Have every rank run a command. If one fails, no rank can go on, and the engine is closed."""
+        with self._claim.work():
+            try:
+                if self._send is not None:
+                    self._send(command, tensor)
+                self._rank.run(command, tensor)
+            except BaseException:
+                self._engine.close()
+                raise
+
+    def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], finish: bool) -> None:
+        """Replace weights: see `LLM.load_weights`."""
+        as_bool(finish, "finish")
+        if (format := self._engine.config.quantization) not in (None, "int8", "int8-dynamic"):
+            raise RuntimeError(
+                f"the engine's checkpoint is quantised ({format}); new weights are for engines without quantization, "
+                'or with quantization="int8" or "int8-dynamic": make another engine instead'
+            )
+        self._claim.check(ALSO_LOADS_IN)
+        tensors = list_pairs(named_tensors)  # before the claim: what yields them may use the engine
+        with self._claim.held_by(Activity("load_weights()"), ALSO_LOADS_IN):
+            self._load(tensors, finish)
+
+    def _load(self, tensors: list[tuple[str, Tensor]], finish: bool) -> None:
+        with self._claim.work():
+            load = self._rank.load
+            targets = load.check(tensors, finish)
+        if finish and (lacking := load.find_lacking(targets)):
+            if load.has_written:
+                self._engine.close()
+                raise ValueError(f"{lacking}; the engine is closed, because other weights were replaced already")
+            self._command({"do": "forget"})
+            if self._claim.state is State.LOADING:
+                self._claim.state = State.READY
+            raise ValueError(lacking)
+        canonical = name_canonically(name for name, _ in tensors)
+        self._claim.state = State.LOADING  # also if a Ctrl-C comes between two tensors
+        self._forget_prefixes()
+        for name, tensor in tensors:
+            if targets[canonical[name]]:
+                dtype = str(tensor.dtype).removeprefix("torch.")
+                command = {"do": "write", "name": canonical[name], "shape": list(tensor.shape), "dtype": dtype}
+                self._command(command, tensor)
+        self.has_new_weights = self.has_new_weights or load.has_written
+        if finish:
+            self._command({"do": "forget"})
+            self._claim.state = State.READY
+
+    def sleep(self, level: int) -> None:
+        """Free memory: see `LLM.sleep`."""
+        level = as_integer(level, "level", 1, 2, "1 (frees the KV cache) or 2 (frees the weights, too)")
+        with self._claim.held_by(Activity("sleep()")):
+            self._forget_prefixes()
+            self._claim.state = State.ASLEEP
+            self._level = level
+            self._command({"do": "sleep", "level": level})
+
+    def wake_up(self) -> None:
+        """Take the memory again: see `LLM.wake_up`."""
+        self._claim.check_open()
+        if not self._level:
+            return
+        with self._claim.held_by(Activity("wake_up()"), (State.ASLEEP,)):
+            if self._level:  # no other thread has done it meanwhile
+                self._command({"do": "wake_up", "level": self._level, "num_blocks": self._num_blocks})
+                is_replaced = self._level == 2 and self.has_new_weights
+                self._claim.state = State.REPLACED if is_replaced else State.READY
+                self._level = 0
+
+    def check_adapter(self, checkpoint: Path, folder: str, option: str) -> None:
+        """Raise a ValueError unless an adapter can be merged into a checkpoint. Nothing is written.
+
+        Args:
+            checkpoint: the model's folder.
+            option: what names the adapter's folder, for error messages.
+        """
+        adapter = Adapter(folder, option)
+        with open_checkpoint(checkpoint) as sources:
+            adapter.check_names(WeightLoad(self._rank.runner).find_names(set(sources)))
+            for name, source in sources.items():
+                adapter.merge(name, source)  # it reads an embedding or a head at most
+
+    def adapt(self, checkpoint: Path, folder: str | None) -> int:
+        """Read again what the last adapter has changed and what the next one changes, on every rank.
+
+        If this fails, the engine is closed.
+
+        Args:
+            checkpoint: the model's folder.
+            folder: the adapter's, which `check_adapter` has checked; None for the model as it was loaded.
+
+        Returns:
+            The bytes of the checkpoint's tensors that were read.
+        """
+        self._command({"do": "adapt", "checkpoint": str(checkpoint), "folder": folder})
+        return self._rank.num_read_bytes
+
+    def _forget_prefixes(self) -> None:
+        with self._claim.work():
+            self._engine.scheduler.block_manager.forget_all()
+
+
+def list_pairs(named_tensors: Any) -> list[tuple[str, Tensor]]:
+    """Return the pairs of a name and a tensor; ValueError for anything else. `WeightLoad.check` checks the tensors."""
+    is_iterable = isinstance(named_tensors, Iterable) and not isinstance(named_tensors, (str, Mapping))
+    pairs = list(named_tensors) if is_iterable else [named_tensors]
+    for pair in pairs:
+        if not isinstance(pair, (tuple, list)) or len(pair) != 2 or not isinstance(pair[0], str):
+            raise ValueError(
+                f"load_weights got {quote(pair)}; it must get pairs of a name and a tensor, such as tensors.items()"
+            )
+    return pairs
+
+
+class RankRenewal:
+    """The part of one rank: it runs the commands that `Renewal` sends to all of them."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self.runner = runner
+        self.num_read_bytes = 0
+        """The bytes of the checkpoint's tensors that the last "adapt" has read; several ranks read them together."""
+        self._load: WeightLoad | None = None
+        self._adapted = frozenset[str]()
+        """The names of the matrices that the present adapter changes."""
+
+    @property
+    def load(self) -> "WeightLoad":
+        """The load that has begun, or a new one."""
+        if self._load is None:
+            self._load = WeightLoad(self.runner)
+        return self._load
+
+    def run(self, command: Command, tensor: Tensor | None) -> None:
+        """Run one command.
+
+        Args:
+            tensor: the whole tensor of a "write". This rank takes its share.
+        """
+        runners = [runner for runner in (self.runner, self.runner.draft) if runner is not None]
+        match command["do"]:
+            case "write":
+                assert tensor is not None
+                self.load.write(command["name"], tensor)
+            case "adapt":
+                self._adapt(Path(command["checkpoint"]), command["folder"])
+                self.run({"do": "forget"}, None)
+            case "forget":
+                if self._load is not None and self._load.has_written:
+                    self.runner.steps.renew()
+                self._load = None
+                self.runner.backend.synchronize()  # the next step may come from another thread's stream
+            case "sleep":
+                for runner in runners:
+                    runner.free_cache()
+                    if command["level"] == 2:
+                        runner.free_model()
+                self.runner.backend.release_memory()
+            case "wake_up":
+                for runner in runners if command["level"] == 2 else ():
+                    runner.load_model()
+                self.runner.fill_cache(command["num_blocks"])
+
+    def _adapt(self, checkpoint: Path, folder: str | None) -> None:
+        """Read modules from the checkpoint again, with an adapter or without one, one module after another."""
+        adapter = None if folder is None else Adapter(folder)
+        names = frozenset[str]() if adapter is None else adapter.names
+        self.num_read_bytes = 0
+        with open_checkpoint(checkpoint) as sources:
+            for name in self.load.find_parts(set(sources), self._adapted | names):
+                source = sources[name]
+                self.num_read_bytes += math.prod(source.get_shape()) * int(source.get_dtype().strip("BF")) // 8
+                self.load.write(name, source if adapter is None else adapter.merge(name, source))
+        self._adapted = names
+
+
+class WeightLoad:
+    """One load of new weights. A module (a layer with its fused matrices) is replaced once all of its parts have come.
+
+    The real weights may be packed, so shapes and places come from a model without memory, on torch's meta device. A
+    module's parts are gathered in memory of their own. In a pipeline that model has the layers of all stages. So each
+    stage knows which modules are complete, and replaces those that it has.
+    """
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self.has_written = False
+        self._runner = runner
+        every_layer = Parallel(runner.parallel.rank, runner.parallel.size)
+        with torch.device("meta"), default_dtype(runner.dtype):
+            self._shapes = find_decoder(runner.hf_config)(runner.hf_config, runner.backend, every_layer, 1)
+        self._unread = find_family(runner.hf_config).unread
+        self._filling = None if runner.quantizer is None else runner.quantizer.begin(self._shapes)
+        """Gathers the codes of quantised matrices; None if the model has none."""
+        self._staged: dict[str, dict[str, Tensor]] = {}
+        """{path of a module: {name of a parameter: its new values}}, for modules that lack parts."""
+        self._come: dict[str, set[str]] = {}
+        """{path of a module: names of the tensors that have come}, for modules that lack parts."""
+        self._needed: dict[str, set[str]] = {}
+        """{path of a module: names of all tensors that fill it}."""
+        self._places: dict[str, list[tuple[str, WeightTarget]]] = {}
+        """{name of a tensor: [(path of a module, the place in it)]}."""
+        self._digests: dict[str, str] = {}
+        """{name: digest} of an LM head and an embedding that came in calls of their own, if the model has them tied."""
+
+    def check(self, tensors: list[tuple[str, Tensor]], is_last: bool) -> dict[str, list[tuple[str, WeightTarget]]]:
+        """Check the names and shapes of a call's tensors.
+
+        Args:
+            is_last: whether no other call belongs to this load.
+
+        Returns:
+            {canonical name: [(path of the module, where the tensor goes)]}.
+
+        Raises:
+            ValueError: a name is unknown or comes twice, or a tensor has another shape or no floating-point values.
+        """
+        canonical = name_canonically(name for name, _ in tensors)
+        if len(canonical) < len(tensors):
+            raise ValueError("load_weights got two tensors with the same name")
+        names = set(canonical.values())
+        self._find_places(names)
+        targets = self._places
+        ignored = {HEAD} if self._shapes.tied else set()
+        ignored |= {name for name in names if name.startswith(self._unread)}
+        if unknown := names - targets.keys() - ignored:
+            raise ValueError(f"the model has no weights called {name_some(unknown)}")
+        for name, tensor in tensors:
+            for _, target in targets.get(canonical[name], ()):
+                if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+                    raise ValueError(f"{name} is {quote(tensor)}; it must be a tensor of floating-point numbers")
+                if tuple(tensor.shape) != target.shape:
+                    raise ValueError(f"{name} has shape {list(tensor.shape)}; the model has {list(target.shape)}")
+        if self._shapes.tied and not is_headless(self._runner.hf_config):
+            self._check_head({canonical[name]: tensor for name, tensor in tensors}, is_last)
+        return {name: targets.get(name, []) for name in names}
+
+    def _check_head(self, tensors: Mapping[str, Tensor], is_last: bool) -> None:
+        """Raise a ValueError for an LM head with other values than the embedding that comes with it."""
+        head = tensors.get(HEAD)
+        embedding = tensors.get(EMBEDDING)
+        digests = dict(self._digests)
+        if head is not None and embedding is not None:
+            digests.clear()
+            is_equal = head is embedding or are_equal(head, embedding)
+        else:
+            if head is not None:
+                digests[HEAD] = digest_values(head)
+            if embedding is not None and (HEAD in digests or not is_last):
+                digests[EMBEDDING] = digest_values(embedding)
+            is_equal = len(set(digests.values())) < 2
+        if not is_equal:
+            raise ValueError(
+                f"{HEAD} has other values than {EMBEDDING}, and this engine's model has one matrix for both: make the "
+                'engine from a folder whose config.json says "tie_word_embeddings": false, such as one that the '
+                "trainer has saved"
+            )
+        self._digests = digests
+
+    def _find_places(self, names: set[str]) -> None:
+        """Find where each tensor of the model goes. The names that have come show in which form experts are stored."""
+        self._places.clear()
+        self._needed.clear()
+        names = names.union(*self._come.values())
+        find_targets = partial(find_module_targets, self._shapes)
+        if self._filling is not None:
+            find_targets = partial(self._filling.find_targets, attaches=False)
+        for path, name, target in find_targets(names):
+            self._places.setdefault(name, []).append((path, target))
+            self._needed.setdefault(path, set()).add(name)
+
+    def find_lacking(self, targets: dict[str, list[tuple[str, WeightTarget]]]) -> str | None:
+        """Return what is lacking once the tensors of `targets` have come, as a sentence; None if nothing is."""
+        come = {path: set(names) for path, names in self._come.items()}
+        for name, places in targets.items():
+            for path, _ in places:
+                come.setdefault(path, set()).add(name)
+        lacking = {name for path, names in come.items() for name in self._needed[path] - names}
+        if HEAD in self._digests and EMBEDDING not in self._digests:
+            lacking.add(EMBEDDING)  # without it nobody knows whether the head is the same matrix
+        return f"the load is not complete: {name_some(lacking)} must come, too" if lacking else None
+
+    def find_names(self, names: set[str]) -> set[str]:
+        """Return the names of the tensors that the model reads, or leaves unread, of a checkpoint with these names."""
+        self._find_places(names)
+        return self._places.keys() | {name for name in names if name.startswith(self._unread)}
+
+    def find_parts(self, names: set[str], changed: Collection[str]) -> list[str]:
+        """Return the names of all tensors that fill the modules of the `changed` ones: each module's one after another.
+
+        Args:
+            names: the names of all tensors of the checkpoint.
+        """
+        self._find_places(names)
+        paths = {path for name in changed for path, _ in self._places.get(name, ())}
+        return [name for path in sorted(paths) for name in sorted(self._needed[path])]
+
+    @torch.no_grad()
+    def write(self, name: str, tensor: Any) -> None:
+        """Write one checked tensor, and replace every module that has all of its parts now.
+
+        Args:
+            name: its canonical name.
+            tensor: the whole tensor, or a slice object of safetensors.
+        """
+        if name not in self._places:  # on a follower, which has not checked the names
+            self._find_places({name})
+        is_mine = not name.startswith(find_elsewhere(self._runner.model))
+        for path, target in self._places[name]:
+            if is_mine:
+                self._gather(path, target, tensor)
+            self._come.setdefault(path, set()).add(name)
+        for path in {path for path, _ in self._places[name]}:
+            if self._come[path] == self._needed[path]:
+                self.has_written = True
+                del self._come[path]
+                if is_mine:
+                    self._replace(path)
+
+    def _gather(self, path: str, target: WeightTarget, tensor: Any) -> None:
+        """Copy a part of a module to the memory where the module's new parameters are gathered."""
+        shapes = dict(self._shapes.get_submodule(path).named_parameters(recurse=False))
+        if self._filling is not None and self._filling.is_quantized(path):
+            if target.view.dim() > 1:
+                target.fill(tensor, Tensor.copy_)
+                return
+            shapes = {name: shape for name, shape in shapes.items() if shape.dim() == 1}
+        if path not in self._staged:
+            device = self._runner.device
+            self._staged[path] = {name: torch.zeros_like(shape, device=device) for name, shape in shapes.items()}
+            self._runner.backend.prepare_weights(self._staged[path].values())
+        view = target.view
+        parameter = view if view._base is None else view._base
+        name = next(name for name, shape in shapes.items() if shape is parameter)
+        place = self._staged[path][name].as_strided(view.size(), view.stride(), view.storage_offset())
+        place.copy_(tensor[target.slices])
+        if target.plus:
+            place.add_(target.plus)
+
+    def _replace(self, path: str) -> None:
+        """Put a module's new parameters in the place of the old ones, and pack them if those were packed."""
+        staged = self._staged.pop(path, {})
+        model = self._runner.model
+        module = model.get_submodule(path)
+        if self._filling is not None and self._filling.is_quantized(path):
+            self._filling.attach(path, module, model)
+            if "bias" in staged:
+                module.get_parameter("bias").copy_(staged["bias"])
+            return
+        owners = [module]  # of the same weight
+        if model.tied and module is model.embed_tokens:
+            owners.append(model.lm_head)
+        matrices = [owner for owner in owners if isinstance(owner, MatrixModule)]
+        is_packed = any(matrix.packed is not None for matrix in matrices)
+        for name, values in staged.items():
+            if name == "weight" and is_packed:
+                weight = nn.Parameter(values, requires_grad=False)
+                for matrix in matrices:
+                    matrix.packed = None
+                    matrix.weight = weight
+            else:
+                module.get_parameter(name).copy_(values)
+        if is_packed or not matrices:  # experts are packed in place
+            self._runner.backend.pack_weights(owners)
+
+
+def digest_values(tensor: Tensor) -> str:
+    """Return a digest of a tensor's shape and values, whatever its number format."""
+    digest = xxhash.xxh3_128(str(tuple(tensor.shape)).encode())
+    for part in tensor.split(ROWS_AT_A_TIME):  # type: ignore[no-untyped-call]
+        digest.update((part.detach().double().cpu() + 0.0).numpy().data)  # -0.0 + 0.0 is 0.0, its equal
+    return digest.hexdigest()
+
+
+@contextmanager
+def open_checkpoint(folder: Path) -> Iterator[dict[str, Any]]:
+    """Open a checkpoint's files, and yield {canonical name of a tensor: its slice object}. ValueError if one is bad."""
+    with ExitStack() as stack:
+        sources: dict[str, Any] = {}
+        for path in checkpoint_files(folder):
+            file = stack.enter_context(open_tensors(path))
+            sources |= {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  # not a dict
+        names = name_canonically(sources)
+        yield {names[name]: source for name, source in sources.items()}

@@ -1,0 +1,1 @@
+"""Scores and vectors of prompts: what a step computes beside samples, and what becomes of it."""

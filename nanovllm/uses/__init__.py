@@ -1,1 +1,0 @@
-"""Uses of an engine that `LLM` offers beside `generate`: scores, embeddings, streams, many threads."""
