@@ -1,21 +1,14 @@
 """The interfaces of what the engine has in several kinds. load.py makes them and hands them in.
 
-Runner        runs plans, and returns a Handle for each    runner/, distributed/
-StepEdits     samples from edited logits                   edits/
+Runner        runs plans, and returns a Handle for each    runner/, features/distributed/
 StepObserver  is told of every step                        view/, the progress bar, measurements
 """
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from nanovllm.engine.plan import StepPlan, StepResult
 from nanovllm.engine.scheduled_step import ScheduledStep
 from nanovllm.utils.clock import Clock
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from nanovllm.backends import Backend
-    from nanovllm.ops.sample import Sampled
 
 
 class Handle(Protocol):
@@ -25,20 +18,15 @@ class Handle(Protocol):
         """Wait for the step, and return what it sampled and scored. To be called once."""
 
 
-class StepEdits(Protocol):
-    """The edits of one step's logits. The runner samples such a step through it, on rank 0 alone."""
-
-    def sample(
-        self, backend: "Backend", logits: "Tensor", table: "Tensor", rows: "Tensor", positions: "Tensor"
-    ) -> "Sampled":
-        """Sample from edited logits as `Backend.sample` does. `logits` [n, vocab] themselves stay as they are."""
-
-
 class Runner(Protocol):
     """Runs steps on the device, in the order of their launch."""
 
-    def launch(self, plan: StepPlan, edits: StepEdits | None = None) -> Handle:
-        """Start a step and return at once. With edits, its tokens are sampled by `edits.sample`."""
+    def launch(self, plan: StepPlan, edits: Any = None) -> Handle:
+        """Start a step and return at once.
+
+        Args:
+            edits: the edits of the step's logits, a `StepEdits` (runner/sampler.py). Planning does not look into it.
+        """
 
     def launch_layers(self, plan: StepPlan) -> Any:
         """Start the first part of a step, its layers, and return at once. Nothing may be launched before `launch_head`.
@@ -49,7 +37,7 @@ class Runner(Protocol):
             What `launch_head` needs. It is the runner's own.
         """
 
-    def launch_head(self, layers: Any, edits: StepEdits | None = None) -> Handle:
+    def launch_head(self, layers: Any, edits: Any = None) -> Handle:
         """Start the second part of a step, its logits and its samples, and return at once."""
 
     def reason_to_close(self) -> str | None:

@@ -1,4 +1,4 @@
-"""How the hidden states of a prompt become its vector. features/scoring/pooling_files.py reads it from a model's folder."""
+"""How the hidden states of a prompt become its vector. features/scoring/pooling_files.py reads it from a folder."""
 
 from dataclasses import dataclass
 from typing import Literal

@@ -10,10 +10,10 @@ from torch import Tensor
 from nanovllm.backends import CacheSize, KVCache, LayerCache, make_backend
 from nanovllm.backends.steps import EAGER, Steps, Stopwatch
 from nanovllm.config import ResolvedConfig
-from nanovllm.engine.interfaces import StepEdits
 from nanovllm.engine.plan import StepPlan, find_lengths
 from nanovllm.models.decoder import Decoder, make_rotary_table
 from nanovllm.models.layers.parallel import Parallel
+from nanovllm.models.layers.weights import Quantizer
 from nanovllm.models.sizes import Sizes
 from nanovllm.models.weight_reader import allocate
 from nanovllm.ops.step_inputs import StepInputs
@@ -21,14 +21,13 @@ from nanovllm.runner.device_rows import DeviceRows
 from nanovllm.runner.head_inputs import HeadInputs
 from nanovllm.runner.kv_memory import check_free_memory
 from nanovllm.runner.logprobs import start_logprobs
-from nanovllm.runner.sampler import Sampler, choose_samples
+from nanovllm.runner.sampler import Sampler, StepEdits, choose_samples
 from nanovllm.runner.step_handle import StepHandle
 from nanovllm.utils.machine import default_dtype
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-    from nanovllm.features.quantized.loading import ModelQuantizer
 
 LaunchedLayers = tuple[HeadInputs, Steps, Stopwatch]
 """A step whose layers are launched. `ModelRunner.launch_head` takes it."""
@@ -38,7 +37,7 @@ class ModelRunner:
     """One rank: the model, its KV cache, and the device's tables. Steps run in the order of their launch.
 
     A rank is a process that computes the model or a share of it. With several ranks, rank 0 plans the steps and sends
-    each plan to the other ranks through shared memory, and every rank calls `launch` with it (features/distributed/leader.py).
+    each plan to the other ranks through shared memory, and every rank calls `launch` with it (distributed/leader.py).
     If a rank dies, a call of rank 0 raises a RuntimeError within seconds, and `reason_to_close` says that the engine
     cannot go on. `backend` has all that differs from device to device. `device_rows` are the device's tables: a row has
     a sequence's blocks, its last token and its sampling values.
@@ -55,7 +54,7 @@ class ModelRunner:
         hf_config: "PretrainedConfig",
         read_weights: Callable[[Decoder], None],
         parallel: Parallel,
-        quantizer: "ModelQuantizer | None" = None,
+        quantizer: Quantizer | None = None,
         decoder: type[Decoder] = Decoder,
     ) -> None:
         """Load the model. ValueError for a bad checkpoint or too little memory.

@@ -1,15 +1,16 @@
 """Samples the tokens of a step. Rank 0 samples, from the logits of all ranks."""
 
 from functools import partial
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from nanovllm.backends import Backend
-from nanovllm.engine.interfaces import StepEdits
 from nanovllm.engine.plan import StepPlan
 from nanovllm.models.layers.parallel import Parallel
+from nanovllm.ops.sample import Sampled
 from nanovllm.ops.step_inputs import StepInputs
 from nanovllm.runner.device_rows import DeviceRows
 
@@ -45,6 +46,13 @@ def choose_samples(plan: StepPlan, inputs: StepInputs, backend: Backend) -> tupl
     num_later = np.repeat(num_samples.cumsum(), num_samples) - 1 - np.arange(len(sequences))
     chosen, back = backend.to_device(np.stack((sequences, num_later))).unbind(0)
     return rows[chosen], last[chosen] - back, inputs.seq_lens[chosen] - back.int()
+
+
+class StepEdits(Protocol):
+    """The edits of one step's logits. The sampler samples such a step through it, on rank 0 alone."""
+
+    def sample(self, backend: Backend, logits: Tensor, table: Tensor, rows: Tensor, positions: Tensor) -> Sampled:
+        """Sample from edited logits as `Backend.sample` does. `logits` [n, vocab] themselves stay as they are."""
 
 
 class Sampler:

@@ -152,7 +152,8 @@ def test_the_command_bounds_how_long_threads_spin_before_torch_is_loaded() -> No
     """And leaves what the user has set."""
     code = (
         "import os, sys, nanovllm.apps.jobs.run, nanovllm.apps.cli\n"
-        "nanovllm.apps.jobs.run.run_job = lambda _: print('torch' in sys.modules, os.environ.get('GOMP_SPINCOUNT')) or 0\n"
+        "def run_job(_): return print('torch' in sys.modules, os.environ.get('GOMP_SPINCOUNT')) or 0\n"
+        "nanovllm.apps.jobs.run.run_job = run_job\n"
         "nanovllm.apps.cli.main(['run-batch', '-i', 'in', '-o', 'out', '--model', 'm'])"
     )
     environment = {k: v for k, v in os.environ.items() if k not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}

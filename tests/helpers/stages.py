@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from nanovllm.config import EngineConfig, ResolvedConfig
-from nanovllm.engine.interfaces import Handle, StepEdits
+from nanovllm.engine.interfaces import Handle
 from nanovllm.engine.plan import IntArray, StepPlan
 from nanovllm.features.distributed import options
 from nanovllm.features.distributed.pipeline import FirstStage, StageParallel, StageRunner
 from nanovllm.features.distributed.ring import pack_plan, unpack_plan
 from nanovllm.runner.kv_memory import make_cache
+from nanovllm.runner.sampler import StepEdits
 
 Mail = defaultdict[tuple[int, int], deque[Tensor]]
 """Tensors that were sent and not received yet, by sender and receiver."""

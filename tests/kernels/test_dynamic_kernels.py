@@ -83,6 +83,7 @@ def test_without_a_compiler_the_error_says_what_to_choose(monkeypatch: pytest.Mo
 
 @pytest.mark.slow
 def test_nobody_else_waits_for_this_library() -> None:
-    code = "import sys, nanovllm.llm, nanovllm.features.quantized.loading; print('nanovllm.backends.cpu.dynamic' in sys.modules)"
+    imports = "import sys, nanovllm.llm, nanovllm.features.quantized.loading; "
+    code = imports + "print('nanovllm.backends.cpu.dynamic' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300)
     assert done.stdout.strip() == "False"

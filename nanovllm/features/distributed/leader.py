@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.config import ResolvedConfig
-from nanovllm.engine.interfaces import Handle, StepEdits
+from nanovllm.engine.interfaces import Handle
 from nanovllm.engine.plan import StepPlan, StepResult
 from nanovllm.engine.rows import Rows, RowTable
 from nanovllm.features.distributed.collectives import GroupParallel
@@ -33,6 +33,7 @@ from nanovllm.features.renewal import Command
 from nanovllm.models.layers.parallel import Parallel
 from nanovllm.runner.kv_memory import make_cache
 from nanovllm.runner.model_runner import LaunchedLayers, ModelRunner
+from nanovllm.runner.sampler import StepEdits
 from nanovllm.utils.machine import physical_cores
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from nanovllm.backends.steps import EAGER, Steps
 from nanovllm.config import ResolvedConfig
-from nanovllm.engine.interfaces import Handle, StepEdits
+from nanovllm.engine.interfaces import Handle
 from nanovllm.engine.plan import StepPlan, StepResult
 from nanovllm.engine.rows import Rows, RowTable
 from nanovllm.features.distributed.collectives import GroupParallel
@@ -28,6 +28,7 @@ from nanovllm.models.layers.parallel import Parallel
 from nanovllm.ops.step_inputs import StepInputs
 from nanovllm.runner.head_inputs import HeadInputs
 from nanovllm.runner.model_runner import ModelRunner
+from nanovllm.runner.sampler import StepEdits
 from nanovllm.runner.step_handle import StepHandle
 
 if TYPE_CHECKING:

@@ -29,7 +29,7 @@ class Format:
         group_size: elements of a row that share a scale; None: the whole row.
         has_zeros: whether codes may have other zeros than the middle of their range.
         quantizes_head: whether the LM head is always quantised, too. A checkpoint's own tensors say it for the others.
-        rounds_inputs: whether activations are rounded, too, while they are multiplied: see features/quantized/dynamic.py.
+        rounds_inputs: whether activations are rounded, too, while they are multiplied: see quantized/dynamic.py.
     """
 
     name: str
