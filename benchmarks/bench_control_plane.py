@@ -17,6 +17,7 @@ from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.plan import StepResult
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
+from nanovllm.features.scoring.scoring import Scoring
 
 VOCAB = 151936
 MEAN_PROMPT = 100
@@ -31,6 +32,7 @@ def microseconds_per_token(num_running: int, num_waiting: int, num_steps: int, b
         max_num_seqs=num_running,
         max_num_batched_tokens=num_running * 2 * MEAN_PROMPT,
         vocab_size=VOCAB,
+        make_scoring=Scoring,
     )
     rng = np.random.default_rng(0)
     params = SamplingParams(max_tokens=num_steps + 1)

@@ -15,16 +15,16 @@ from typing import TYPE_CHECKING, Any
 
 from nanovllm.config import EngineConfig, ResolvedConfig
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.interfaces import StepObserver
+from nanovllm.engine.interfaces import Scorer, StepObserver
 from nanovllm.engine.llm_engine import LLMEngine, ModelFacts
 from nanovllm.engine.pooling import LAST_TOKEN, Pooling
 from nanovllm.engine.scheduler import Scheduler
+from nanovllm.models.decoder import find_decoder
 from nanovllm.models.generation_keys import check_generation_keys
 from nanovllm.models.headers import fit_to_checkpoint
 from nanovllm.models.hub import find_folder, find_model
 from nanovllm.models.layers.parallel import Parallel
 from nanovllm.models.model_config import (
-    find_decoder,
     find_family,
     load_model_config,
     read_json,
@@ -289,12 +289,19 @@ def make_quantizer(config: ResolvedConfig, hf_config: "PretrainedConfig") -> "Mo
 def make_scheduler(
     config: ResolvedConfig, runner: "ModelRunner | LeadingRunner", num_blocks: int, tokenizer: Tokenizer | None
 ) -> tuple[Scheduler, list[StepObserver]]:
-    """Return the scheduler, with a speculator if drafts are asked for, and the trace as observer if there is one."""
+    """Return the scheduler, with a speculation if drafts are asked for, and the trace as observer if there is one."""
+
+    def make_scoring() -> Scorer:
+        from nanovllm.features.scoring.scoring import Scoring
+
+        return Scoring()
+
     scheduler = Scheduler(
         BlockManager(num_blocks, config.block_size, config.enable_prefix_caching),
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         vocab_size=config.vocab_size,
+        make_scoring=make_scoring,
     )
     scheduler.choose_running = getattr(runner, "choose_running", None)
     if config.speculative_config is not None:

@@ -23,8 +23,9 @@ from nanovllm.features.distributed.stages import choose_stages
 from nanovllm.features.shapes import PRESETS, preset_config
 from nanovllm.llm import LLM
 from nanovllm.load import assemble, make_quantizer, read_generation_config, resolve_options
+from nanovllm.models.decoder import find_decoder
 from nanovllm.models.hub import CONFIGS, TOKENIZER, as_path, download, find_folder
-from nanovllm.models.model_config import find_decoder, load_model_config, read_json
+from nanovllm.models.model_config import load_model_config, read_json
 from nanovllm.models.settings_files import read_config
 from nanovllm.models.sizes import Sizes
 from nanovllm.runner.resolve import resolve_device

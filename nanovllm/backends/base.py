@@ -7,7 +7,7 @@ chooses a backend at start-up. The runner and every layer call that object, so t
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
-from typing import TYPE_CHECKING, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import torch
@@ -24,9 +24,6 @@ from nanovllm.ops.silu_and_mul import silu_and_mul_reference
 from nanovllm.ops.step_inputs import StepInputs, step_inputs_reference
 from nanovllm.ops.token_logprobs import token_logprobs_reference
 from nanovllm.utils.memory import cpu_cache_budget, free_memory
-
-if TYPE_CHECKING:
-    from nanovllm.runner.model_runner import ModelRunner
 
 T = TypeVar("T")
 
@@ -115,7 +112,7 @@ class Backend:
         `choose_threads` has chosen."""
         return nullcontext()
 
-    def make_steps(self, runner: "ModelRunner") -> Steps:
+    def make_steps(self, runner: Any) -> Steps:
         """Return the object that runs the parts of the runner's steps. It is called when the KV cache exists."""
         return EAGER
 
@@ -178,7 +175,7 @@ class Backend:
         """
         return cpu_cache_budget()
 
-    def room_for_cache(self, runner: "ModelRunner", most: int) -> int:
+    def room_for_cache(self, runner: Any, most: int) -> int:
         """Return how many bytes the KV cache of one rank takes, if the user gives no size.
 
         On a CPU, which other programs use too, it is a quarter of the free memory, but at most 4 GiB.
@@ -186,8 +183,9 @@ class Backend:
         Args:
             most: the bytes that the longest sequences of all rows would need.
         """
-        room = cpu_cache_budget() // runner.parallel.ranks_per_device
-        return min(max(room - runner.count_state_bytes(), room // 2), most)
+        room: int = cpu_cache_budget() // runner.parallel.ranks_per_device
+        num_state_bytes: int = runner.count_state_bytes()
+        return min(max(room - num_state_bytes, room // 2), most)
 
     def synchronize(self) -> None:
         """Wait until the device has done all that it was given."""
@@ -207,7 +205,7 @@ class Backend:
         """Return the values of `kv_cache_dtype` that this backend's kernels support on the device."""
         return ("auto", "int8")
 
-    def compile_kernels(self, runner: "ModelRunner") -> None:
+    def compile_kernels(self, runner: Any) -> None:
         """Compile the kernels that steps will run, if any are compiled while a program runs."""
 
     def why_broken(self) -> str | None:

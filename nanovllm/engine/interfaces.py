@@ -1,13 +1,26 @@
 """The interfaces of what the engine has in several kinds. load.py makes them and hands them in.
 
 Runner        runs plans, and returns a Handle for each    runner/, features/distributed/
-StepObserver  is told of every step                        view/, the progress bar, measurements
+Editor        collects the edits of logits                 features/edits/
+Scorer        chooses the prompt tokens of a step          features/scoring/
+              that are scored or embedded
+Speculation   plans drafts, and learns from them           features/drafts/
+StepObserver  is told of every step                        features/trace.py, the progress bar, measurements
 """
 
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
 from typing import Any, Protocol
 
-from nanovllm.engine.plan import StepPlan, StepResult
-from nanovllm.engine.scheduled_step import ScheduledStep
+import numpy as np
+from numpy.typing import NDArray
+
+from nanovllm.engine.plan import IntArray, StepPlan, StepResult
+from nanovllm.engine.rows import Rows
+from nanovllm.engine.scheduled_step import ScheduledStep, Scored
+from nanovllm.engine.sequence import Sequence
+from nanovllm.outputs import FinishReason
+from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.clock import Clock
 
 
@@ -45,6 +58,68 @@ class Runner(Protocol):
 
     def close(self) -> None:
         """Free the device's memory. Nothing is launched afterwards."""
+
+
+class Editor(Protocol):
+    """Collects the edits of logits that requests ask for: penalties, biases, masks, grammars."""
+
+    def read_request(self, params: SamplingParams) -> Any:
+        """Return the edits that a request asks for, a `RowEdits`. ValueError if this model cannot have them."""
+
+    def lacks_tokens(self, step: ScheduledStep) -> bool:
+        """Return whether the edits of the step that was planned last depend on tokens of steps in flight."""
+
+    def collect(self, step: ScheduledStep) -> Any:
+        """Return the edits of the step that was planned last, a `StepEdits`; None if there are none."""
+
+
+class Scorer(Protocol):
+    """Chooses the prompt tokens that each step scores or embeds, and gives sequences what was computed.
+
+    Attributes:
+        seqs: {row: sequence} of sequences with prompt tokens that are not scored yet, and of all without output.
+    """
+
+    seqs: dict[int, Sequence]
+
+    def add(self, seq: Sequence) -> None:
+        """Learn of a new sequence that asks for scores or an embedding."""
+
+    def move_in(self, seq: Sequence) -> None:
+        """Learn that a sequence has got a row."""
+
+    def release(self, row: int) -> None:
+        """Learn that a row is free."""
+
+    def choose_targets(self, rows: Rows, ends: IntArray) -> tuple[IntArray, IntArray, list[Scored], NDArray[np.bool_]]:
+        """Choose the targets of the next step: see `Scoring.choose_targets`."""
+
+    def give(self, scored: Seq[Scored], result: StepResult) -> list[tuple[Sequence, FinishReason]]:
+        """Give sequences the scores or embeddings of a step. Return the sequences that end with them, and how."""
+
+
+class Drafter(Protocol):
+    """Guesses tokens."""
+
+    def write_drafts(self, step: ScheduledStep) -> None:
+        """Write the ids of the drafts into the plan of a step that was planned."""
+
+
+class Speculation(Protocol):
+    """Plans drafts, which are guessed tokens that a step verifies, and learns how many of them prove right."""
+
+    num_draft_tokens: int
+    num_accepted_tokens: int
+
+    @property
+    def drafter(self) -> Drafter:
+        """What guesses the tokens."""
+
+    def plan_drafts(self, rows: Rows, ends: IntArray, num_running: int) -> IntArray:
+        """Add drafts to a step that is being planned. Return the new ends of the rows."""
+
+    def learn(self, step: ScheduledStep, ended: Iterable[Sequence]) -> None:
+        """Learn from a step that was read, and of the sequences that ended with it."""
 
 
 class StepObserver(Protocol):

@@ -12,11 +12,10 @@ from copy import copy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING
 
 from nanovllm.config import ResolvedConfig
 from nanovllm.engine.claim import Activity, Claim, ClosedError
-from nanovllm.engine.interfaces import Handle, Runner, StepObserver
+from nanovllm.engine.interfaces import Editor, Handle, Runner, StepObserver
 from nanovllm.engine.interrupt import HoldInterrupt
 from nanovllm.engine.output import ParseOutput, make_output
 from nanovllm.engine.plan import StepResult
@@ -29,9 +28,6 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.tokenizer import Tokenizer
 from nanovllm.utils.checks import quote, refuse
 from nanovllm.utils.clock import Clock
-
-if TYPE_CHECKING:
-    from nanovllm.features.edits.editing import Editing
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +89,7 @@ class LLMEngine:
         scheduler: Scheduler,
         facts: ModelFacts,
         *,
-        make_editor: Callable[[], "Editing"],
+        make_editor: Callable[[], Editor],
         tokenizer: Tokenizer | None = None,
         observers: Iterable[StepObserver] = (),
         parse: ParseOutput | None = None,
@@ -120,7 +116,7 @@ class LLMEngine:
         """A `Request` keeps this object to know its engine. If it kept the engine itself, the weights would
         stay in memory as long as the request."""
         self._make_editor = make_editor
-        self._editor: Editing | None = None
+        self._editor: Editor | None = None
         self._editor_lock = Lock()
         self._num_requests = 0
         self._num_seqs = 0
@@ -135,7 +131,7 @@ class LLMEngine:
         """The last step whose results the scheduler got. `LLM.step` sets this to None before it calls `step`."""
 
     @property
-    def editor(self) -> "Editing":
+    def editor(self) -> Editor:
         """The object that makes edits of logits. The first access creates it, in whichever thread prepares requests."""
         with self._editor_lock:
             if self._editor is None:

@@ -13,8 +13,8 @@ class Order:
     The number is the request's place in the caller's order. Before the run starts a request, the request gets the
     engine's numbers in that order, too, and its seed follows from them. So its tokens are the same in any order.
 
-    This class keeps the caller's order. engine/admission.py and features/adapters/groups.py have classes that change it: they
-    override `list_requests`.
+    This class keeps the caller's order. engine/admission.py and features/adapters/groups.py have classes that change
+    it: they override `list_requests`.
     """
 
     holder = OPEN_RUN

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,8 +12,18 @@ from nanovllm.engine.plan import IntArray, StepPlan, StepResult
 from nanovllm.engine.rows import Rows
 from nanovllm.engine.sequence import Sequence
 
-if TYPE_CHECKING:
-    from nanovllm.features.scoring.scoring import Scored
+
+class Scored(NamedTuple):
+    """A sequence that a step scores or embeds.
+
+    Attributes:
+        num_targets: how many of the plan's targets belong to it.
+        is_last: whether the sequence ends after them.
+    """
+
+    seq: Sequence
+    num_targets: int
+    is_last: bool
 
 
 class ScheduledStep(NamedTuple):
@@ -33,7 +43,7 @@ class ScheduledStep(NamedTuple):
     seqs: list[Sequence]
     rows: Rows
     num_releases: int
-    scored: Seq["Scored"] = ()
+    scored: Seq[Scored] = ()
 
     @property
     def num_drawn(self) -> IntArray:

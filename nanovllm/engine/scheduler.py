@@ -11,20 +11,16 @@ import time
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.interfaces import Scorer, Speculation
 from nanovllm.engine.plan import FAILED, LAST_TOKEN, IntArray, StepPlan, StepResult
 from nanovllm.engine.rows import NO_ROW, BlockTables, Rows, RowTable, pack_sampling
-from nanovllm.engine.scheduled_step import ScheduledStep
+from nanovllm.engine.scheduled_step import ScheduledStep, Scored
 from nanovllm.engine.sequence import Sequence
 from nanovllm.outputs import FinishReason
-
-if TYPE_CHECKING:
-    from nanovllm.features.drafts.speculation import Speculation
-    from nanovllm.features.scoring.scoring import Scored, Scoring
 
 _NO_TARGETS = np.empty(0, np.int32)
 
@@ -53,11 +49,17 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         vocab_size: int,
+        make_scoring: Callable[[], Scorer],
     ) -> None:
+        """
+        Args:
+            make_scoring: is called when the first request asks for scores or an embedding.
+        """
         self.block_manager = block_manager
+        self._make_scoring = make_scoring
         self.speculation: Speculation | None = None
         """load.py sets this later, because a speculation needs the scheduler when it is made."""
-        self.scoring: Scoring | None = None
+        self.scoring: Scorer | None = None
         """Made when the first request asks for scores or an embedding."""
         self.choose_running: Callable[[RowTable], Rows] | None = None
         """Chooses the running rows that the next step may compute, in order of admission; None: all of them. load.py
@@ -88,9 +90,7 @@ class Scheduler:
         self.may_stop[list(seq.stop_ids)] = True
         if seq.params.prompt_logprobs is not None or seq.params.embed:
             if self.scoring is None:
-                from nanovllm.features.scoring.scoring import Scoring
-
-                self.scoring = Scoring()
+                self.scoring = self._make_scoring()
             self.scoring.add(seq)
         self.waiting.append(seq)
 

@@ -5,17 +5,15 @@ import time
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
 from nanovllm.outputs import FinishReason, Logprob
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.stop_strings import StopStringMatcher
-
-if TYPE_CHECKING:
-    from nanovllm.features.edits.row_edits import RowEdits
-    from nanovllm.features.scoring.scoring import PromptScores
 
 MASK_64 = 2**64 - 1
 
@@ -28,8 +26,8 @@ class Request:
     params: SamplingParams
     prompt: str | None
     """The text that was tokenised; None if the caller gave token ids."""
-    edits: "RowEdits | None"
-    """The edits of the request's logits; None if the request asks for no edits."""
+    edits: Any
+    """The edits of the request's logits, a `RowEdits` (features/edits/row_edits.py); None if it asks for no edits."""
     engine: object
     """The `identity` of the engine that prepared the request. Only that engine may run it, because limits differ."""
     numbers: tuple[int, int] | None = None
@@ -80,6 +78,25 @@ def check_request(
         raise ValueError(f"the prompt has token id {bad_id}; the vocabulary is 0..{vocab_size - 1}")
 
 
+@dataclass
+class PromptScores:
+    """What a sequence asks for of its prompt: the scores of its tokens, or its embedding.
+
+    Attributes:
+        next_target: index of the first prompt token whose score is wanted and is not planned yet. It is at least the
+            number of prompt tokens if none is left to score. If the prompt is embedded, it is 1 + the index of the
+            first token whose hidden state is wanted and not planned yet: the score of the next token would need this
+            state, too.
+        logprobs: {token id: log-probability} per prompt token whose score was read. Tokens that are not scored have
+            None.
+        embedding: the sum of the wanted hidden states that were read, float64 [hidden]; None before the first one.
+    """
+
+    next_target: int
+    logprobs: list[dict[int, Logprob] | None]
+    embedding: NDArray[np.float64] | None = None
+
+
 class Sequence:
     """Holds one completion of a request: its tokens, its limits, and how it ended.
 
@@ -101,7 +118,7 @@ class Sequence:
         seed: int = 0,
         eos_token_ids: frozenset[int] = frozenset(),
         stop_matcher: StopStringMatcher | None = None,
-        edits: "RowEdits | None" = None,
+        edits: Any = None,
         lead: "Sequence | None" = None,
         prompt: str | None = None,
         reason: str = "",

@@ -14,11 +14,12 @@ from torch import Tensor, nn
 from nanovllm.engine.claim import Activity, State
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.features.adapters.lora import Adapter
+from nanovllm.models.decoder import find_decoder
 from nanovllm.models.headers import EMBEDDING, HEAD, ROWS_AT_A_TIME, are_equal
 from nanovllm.models.layers.linear import MatrixModule
 from nanovllm.models.layers.parallel import Parallel
 from nanovllm.models.layers.weights import WeightTarget
-from nanovllm.models.model_config import find_decoder, find_family, is_headless
+from nanovllm.models.model_config import find_family, is_headless
 from nanovllm.models.weight_names import find_elsewhere, find_module_targets
 from nanovllm.models.weight_reader import checkpoint_files, name_canonically, name_some, open_tensors
 from nanovllm.runner.model_runner import ModelRunner

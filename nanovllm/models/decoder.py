@@ -5,6 +5,7 @@ and keys. `FAMILIES` in models/model_config.py lists the biases and norms of eac
 are subclasses, which replace parts of this decoder.
 """
 
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
 import torch
@@ -248,3 +249,9 @@ class Decoder(nn.Module):
     def compute_logits(self, hidden: Tensor) -> Tensor | None:
         """hidden [n, hidden] -> logits [n, vocab] on rank 0, None on the other ranks."""
         return self.lm_head(hidden)  # type: ignore[no-any-return]
+
+
+def find_decoder(config: "PretrainedConfig") -> type[Decoder]:
+    """Return the class of the decoder of a configuration's family. Only then is the family's folder imported."""
+    decoder: type[Decoder] = resolve_name(find_family(config).decoder)
+    return decoder

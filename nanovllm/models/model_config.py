@@ -15,8 +15,6 @@ from nanovllm.utils.checks import quote, refuse
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-    from nanovllm.models.decoder import Decoder
-
 
 @dataclass(frozen=True)
 class Family:
@@ -255,12 +253,6 @@ def check_dense(config: "PretrainedConfig", source: str) -> None:
 def find_family(config: "PretrainedConfig") -> Family:
     """Return the family that a configuration belongs to."""
     return next(family for family in FAMILIES.values() if family.config_class == type(config).__name__)
-
-
-def find_decoder(config: "PretrainedConfig") -> "type[Decoder]":
-    """Return the class of the decoder of a configuration's family. Only then is the family's folder imported."""
-    decoder: type[Decoder] = resolve_name(find_family(config).decoder)
-    return decoder
 
 
 def find_rotary_dim(config: "PretrainedConfig") -> int:

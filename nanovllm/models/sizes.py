@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nanovllm.backends import Backend, CacheSize
+from nanovllm.models.decoder import find_decoder
 from nanovllm.models.layers.parallel import Parallel
 from nanovllm.models.layers.weights import Quantizer
-from nanovllm.models.model_config import find_decoder
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

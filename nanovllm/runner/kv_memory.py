@@ -4,6 +4,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from nanovllm.utils.integers import ceil_div
+from nanovllm.utils.memory import check_free_memory
 
 if TYPE_CHECKING:
     from nanovllm.runner.model_runner import ModelRunner
@@ -29,14 +30,6 @@ def make_cache(runner: "ModelRunner") -> int:
         logger.info("KV cache %.2f GiB: %d blocks of %d tokens, %s", num_gib, num_blocks, config.block_size, room)
         runner.fill_cache(num_blocks)
     return num_blocks
-
-
-def check_free_memory(num_bytes: int, free: int, what: str, advice: str) -> None:
-    """Raise a ValueError if `what`, which takes num_bytes, is larger than the device's free memory."""
-    if num_bytes > free:
-        raise ValueError(
-            f"{what} would take {num_bytes / 2**30:.2f} GiB, and {free / 2**30:.2f} GiB are free: {advice}"
-        )
 
 
 def count_blocks(runner: "ModelRunner") -> int:

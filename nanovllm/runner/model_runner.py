@@ -19,11 +19,11 @@ from nanovllm.models.weight_reader import allocate
 from nanovllm.ops.step_inputs import StepInputs
 from nanovllm.runner.device_rows import DeviceRows
 from nanovllm.runner.head_inputs import HeadInputs
-from nanovllm.runner.kv_memory import check_free_memory
 from nanovllm.runner.logprobs import start_logprobs
 from nanovllm.runner.sampler import Sampler, StepEdits, choose_samples
 from nanovllm.runner.step_handle import StepHandle
 from nanovllm.utils.machine import default_dtype
+from nanovllm.utils.memory import check_free_memory
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -150,7 +150,7 @@ class ModelRunner:
             inputs, hidden = steps.replay("layers", plan.num_seqs)
         target_indices = None
         if len(plan.targets):
-            from nanovllm.features.scoring.targets import find_targets
+            from nanovllm.runner.targets import find_targets
 
             target_indices = find_targets(plan)
         rows, sample_indices, positions = choose_samples(plan, inputs, self.backend)
@@ -173,7 +173,7 @@ class ModelRunner:
         asked = self.device_rows.sampling_cpu[plan.rows]
         targets = None
         if len(plan.targets):
-            from nanovllm.features.scoring.targets import Targets
+            from nanovllm.runner.targets import Targets
 
             targets = Targets(head, asked["num_prompt_logprobs"], self.model, self.backend)
         if not plan.num_sampled.any():

@@ -13,7 +13,7 @@ from nanovllm.outputs import Logprob
 from nanovllm.runner.logprobs import Logprobs
 
 if TYPE_CHECKING:
-    from nanovllm.features.scoring.targets import Targets
+    from nanovllm.runner.targets import Targets
 
 
 class StepHandle:

@@ -100,3 +100,11 @@ def _read_cgroup(folder: Path, version: int) -> tuple[int, int]:
     counts = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
     droppable = int(counts[f"{prefix}inactive_file"]) + int(counts[f"{prefix}active_file"])
     return num_bytes, int((folder / used).read_text()) - droppable
+
+
+def check_free_memory(num_bytes: int, free: int, what: str, advice: str) -> None:
+    """Raise a ValueError if `what`, which takes num_bytes, is larger than the device's free memory."""
+    if num_bytes > free:
+        raise ValueError(
+            f"{what} would take {num_bytes / 2**30:.2f} GiB, and {free / 2**30:.2f} GiB are free: {advice}"
+        )

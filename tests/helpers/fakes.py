@@ -15,6 +15,7 @@ from nanovllm.engine.sequence import Request, Sequence
 from nanovllm.features.distributed.ring import pack_plan, unpack_plan
 from nanovllm.features.drafts.costs import StepCosts
 from nanovllm.features.edits.editing import Editing
+from nanovllm.features.scoring.scoring import Scoring
 from nanovllm.features.trace import Trace
 from nanovllm.sampling_params import SamplingParams
 
@@ -248,6 +249,7 @@ def make_engine(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         vocab_size=VOCAB,
+        make_scoring=Scoring,
     )
     runner = FakeRunner(num_blocks, block_size, max_num_seqs, max_num_batched_tokens)
     observers = [] if trace is None else [Trace(trace, "cpu", scheduler)]

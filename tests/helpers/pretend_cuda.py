@@ -25,8 +25,9 @@ from nanovllm.config import EngineConfig
 from nanovllm.engine.plan import StepPlan
 from nanovllm.features.shapes import preset_config
 from nanovllm.load import resolve_options
+from nanovllm.models.decoder import find_decoder
 from nanovllm.models.layers.parallel import Parallel
-from nanovllm.models.model_config import find_decoder, load_model_config
+from nanovllm.models.model_config import load_model_config
 from nanovllm.runner.model_runner import ModelRunner
 
 DEVICE = "cuda:0"

@@ -36,7 +36,7 @@ from nanovllm.features.distributed.stages import Stage, choose_stages, split_lay
 from nanovllm.features.shapes import PRESETS
 from nanovllm.load import resolve_options
 from nanovllm.models import weight_reader
-from nanovllm.models.model_config import find_decoder
+from nanovllm.models.decoder import find_decoder
 from nanovllm.models.sizes import Sizes
 from nanovllm.ops.sample import unpack_sampling
 

@@ -36,7 +36,7 @@ nothing but prompt chunks sends nothing back.
 
 Over gloo the host waits for what it receives, so a back runs when the engine asks for the result. Front 4 is planned
 when the tokens of back 1 are read. Over NCCL only streams wait: each arrow is a group of two ranks with a stream of its
-own (features/distributed/links.py). So back 1 is launched with front 3, and front 4 is planned before the host reads its
+own (links.py). So back 1 is launched with front 3, and front 4 is planned before the host reads its
 tokens: the device has them when front 4 begins. The engine keeps four steps in flight.
 
 Between the arrows a step that only decodes is a CUDA graph: one in each stage, and one for rank 0's back

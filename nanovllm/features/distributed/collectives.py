@@ -90,7 +90,7 @@ class GroupParallel(Parallel):
     captured CUDA graph would have a second branch at every collective. With gloo, tensors of a GPU are copied to the
     host and back, which a CUDA graph cannot capture.
 
-    In a pipeline the ranks also send to each other, one to one: over NCCL by links (features/distributed/links.py), over gloo
+    In a pipeline the ranks also send to each other, one to one: over NCCL by links (links.py), over gloo
     in this group.
     """
 

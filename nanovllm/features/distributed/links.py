@@ -26,7 +26,7 @@ class Link:
             device: the device of this rank.
         """
         self.group = group
-        self.stream: Any = torch.cuda.Stream(device)
+        self.stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._device = device
         # torch runs NCCL's sends and receives on streams of its own. A broadcast between two ranks is the same
         # transfer, and runs on the stream that is current.

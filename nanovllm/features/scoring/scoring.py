@@ -1,4 +1,4 @@
-"""Scores and embeddings of prompts. The scheduler brings this in when the first request asks for one of them.
+"""Scores and embeddings of prompts. The scheduler asks for this when the first request asks for one of them.
 
 The logits of a token score the token after it. So a chunk of a prompt also scores the first token of the next chunk.
 """
@@ -7,7 +7,6 @@ import math
 from array import array
 from collections.abc import Sequence as Seq
 from itertools import islice
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,39 +14,9 @@ from numpy.typing import NDArray
 from nanovllm.engine.plan import EMBED, IntArray, StepResult
 from nanovllm.engine.pooling import add_states
 from nanovllm.engine.rows import Rows
-from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.scheduled_step import Scored
+from nanovllm.engine.sequence import PromptScores, Sequence
 from nanovllm.outputs import FinishReason, Logprob
-
-
-class PromptScores:
-    """Holds what a sequence asks for of its prompt: the scores of its tokens, or its embedding. `Scoring` fills it."""
-
-    def __init__(self, seq: Sequence) -> None:
-        params = seq.params
-        first = seq.num_prompt_tokens if params.prompt_logprobs is None else max(params.prompt_logprob_start, 1)
-        if params.embed:
-            first = seq.pooled.start + 1
-        self.next_target = first
-        """Index of the first prompt token whose score is wanted and is not planned yet. It is at least the number of
-        prompt tokens if none is left to score. If the prompt is embedded, it is 1 + the index of the first token whose
-        hidden state is wanted and not planned yet: the score of the next token would need this state, too."""
-        self.logprobs: list[dict[int, Logprob] | None] = [None] * first
-        """{token id: log-probability} per prompt token whose score was read. Tokens that are not scored have None."""
-        self.embedding: NDArray[np.float64] | None = None
-        """The sum of the wanted hidden states that were read, float64 [hidden]; None before the first one."""
-
-
-class Scored(NamedTuple):
-    """A sequence that a step scores or embeds.
-
-    Attributes:
-        num_targets: how many of the plan's targets belong to it.
-        is_last: whether the sequence ends after them.
-    """
-
-    seq: Sequence
-    num_targets: int
-    is_last: bool
 
 
 class Scoring:
@@ -59,7 +28,11 @@ class Scoring:
 
     def add(self, seq: Sequence) -> None:
         """Learn of a new sequence that asks for scores or an embedding."""
-        seq.scores = PromptScores(seq)
+        params = seq.params
+        first = seq.num_prompt_tokens if params.prompt_logprobs is None else max(params.prompt_logprob_start, 1)
+        if params.embed:
+            first = seq.pooled.start + 1
+        seq.scores = PromptScores(first, [None] * first)
 
     def move_in(self, seq: Sequence) -> None:
         """Learn that a sequence has got a row."""
