@@ -1,6 +1,6 @@
-"""Puts an engine together from its parts. It is the only file of the spine that imports wings, each in a function.
+"""Puts an engine together from its parts. With llm.py it is the only file that imports features, each in a function.
 
-A wing is a room that an engine can do without: nothing of it is imported before an option or a request asks for it.
+Nothing of a feature is imported before an option or a request asks for it.
 """
 
 import logging

@@ -1,9 +1,8 @@
-"""Counts lines of code: the spine, each wing, and what is not Python.
+"""Counts lines of code: the spine, everything else, and what is not Python.
 
 python scripts/count_lines.py [FOLDER_OF_THE_PACKAGE]
 
-The spine is every file that `import nanovllm.llm` loads; every other file belongs to a wing. Comments, docstrings and
-blank lines do not count.
+The spine is every file that `import nanovllm.llm` loads. Comments, docstrings and blank lines do not count.
 """
 
 import argparse
@@ -96,44 +95,37 @@ def find_spine(modules: dict[str, Path], start: str = "nanovllm.llm") -> set[str
     return spine
 
 
-def find_room(module: str) -> str:
-    """Return the folder of a module, or its own name if it lies directly in the package."""
-    return [*module.split("."), "__init__"][1]
+def find_place(module: str) -> str:
+    """Return where a module is counted: a folder, a file, or a part of features, apps or backends."""
+    parts = [*module.split(".")[1:], "__init__"]
+    return "/".join(parts[:2]) if parts[0] in ("features", "apps", "backends") else parts[0]
 
 
-def count_rooms(package: Path) -> tuple[Counter[str], Counter[str], Counter[str]]:
-    """Count lines of code: of the spine by room, of the wings by room, and of other languages by language.
-
-    A file of a spine's folder that the spine does not load counts as a wing of its own, by its full name.
-    """
+def count_places(package: Path) -> tuple[Counter[str], Counter[str], Counter[str]]:
+    """Count lines of code: of the spine by place, of everything else by place, and of other languages by language."""
     modules = find_modules(package)
     loaded = find_spine(modules)
-    rooms_of_spine = {find_room(module) for module in loaded}
     spine = Counter[str]()
-    wings = Counter[str]()
+    rest = Counter[str]()
     for module, path in modules.items():
-        room = find_room(module)
-        lines = python_lines(path.read_text())
-        if module in loaded:
-            spine[room] += lines
-        else:
-            wings[module.removeprefix("nanovllm.") if room in rooms_of_spine else room] += lines
+        counted = spine if module in loaded else rest
+        counted[find_place(module)] += python_lines(path.read_text())
     others = Counter[str]()
     for path in sorted(package.rglob("*")):
         if path.suffix in LANGUAGES:
             others[LANGUAGES[path.suffix]] += other_lines(path.read_text())
-    return spine, wings, others
+    return spine, rest, others
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("package", nargs="?", type=Path, default=PACKAGE)
-    spine, wings, others = count_rooms(parser.parse_args().package.resolve())
-    for title, rooms in (("the spine", spine), ("the wings", wings), ("other languages", others)):
-        print(f"{title:24s} {rooms.total():6,d}")
-        for room, lines in rooms.most_common():
-            print(f"    {room:20s} {lines:6,d}")
-    print(f"{'Python in the package':24s} {spine.total() + wings.total():6,d}")
+    spine, rest, others = count_places(parser.parse_args().package.resolve())
+    for title, places in (("the spine", spine), ("everything else", rest), ("other languages", others)):
+        print(f"{title:28s} {places.total():6,d}")
+        for place, lines in places.most_common():
+            print(f"    {place:24s} {lines:6,d}")
+    print(f"{'Python in the package':28s} {spine.total() + rest.total():6,d}")
 
 
 if __name__ == "__main__":

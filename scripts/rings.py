@@ -17,35 +17,36 @@ if __package__:
 else:
     from count_lines import PACKAGE, find_imports, find_modules
 
-RINGS = {
-    "utils": 0,
-    "version": 0,
-    "inputs": 0,
-    "outputs": 0,
-    "sampling_params": 0,
-    "config": 0,
-    "text": 1,
-    "engine": 1,
-    "ops": 2,
-    "models": 2,
-    "backends": 2,
-    "runner": 2,
-    "features/families": 3,
-    "features": 4,
-    "backends/cpu": 5,
-    "backends/gpu": 5,
-    "load": 6,
-    "llm": 6,
-    "__init__": 7,
-    "apps": 7,
-    "__main__": 7,
-    "lm_eval": 7,
-    "ray": 7,
-}
-"""The ring of each folder or loose file, from the innermost outwards. The longest path that fits a module counts."""
-
+VALUES, PLANNING, MODEL, FAMILIES, FEATURES, DEVICES, FACE, APPLICATIONS = range(8)
 NAMES = ("values", "planning", "the model", "families", "features", "devices", "the face", "applications")
-"""What each ring holds."""
+"""What each ring holds, from the innermost outwards."""
+
+RINGS = {
+    "utils": VALUES,
+    "version": VALUES,
+    "inputs": VALUES,
+    "outputs": VALUES,
+    "sampling_params": VALUES,
+    "config": VALUES,
+    "text": PLANNING,
+    "engine": PLANNING,
+    "ops": MODEL,
+    "models": MODEL,
+    "backends": MODEL,
+    "runner": MODEL,
+    "features/families": FAMILIES,
+    "features": FEATURES,
+    "backends/cpu": DEVICES,
+    "backends/gpu": DEVICES,
+    "load": FACE,
+    "llm": FACE,
+    "__init__": APPLICATIONS,
+    "apps": APPLICATIONS,
+    "__main__": APPLICATIONS,
+    "lm_eval": APPLICATIONS,
+    "ray": APPLICATIONS,
+}
+"""The ring of each folder or loose file. The longest path that fits a module counts."""
 
 EXCEPTIONS = {
     # The program of another process puts an engine together there, as the caller's process does here.

@@ -75,7 +75,7 @@ class Backend:
     token_logprobs = staticmethod(token_logprobs_reference)
 
     def find_operators(self, reference: Callable[["Backend"], T], module: str) -> T:
-        """Return operators that only one family of models has, or only one wing.
+        """Return operators that only one family of models has, or only one feature.
 
         Args:
             reference: the class of these operators in plain torch.

@@ -113,7 +113,7 @@ class Speculation(Protocol):
 
     @property
     def drafter(self) -> Drafter:
-        """What guesses the tokens."""
+        """The object that guesses the tokens."""
 
     def plan_drafts(self, rows: Rows, ends: IntArray, num_running: int) -> IntArray:
         """Add drafts to a step that is being planned. Return the new ends of the rows."""

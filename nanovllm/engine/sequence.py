@@ -80,7 +80,7 @@ def check_request(
 
 @dataclass
 class PromptScores:
-    """What a sequence asks for of its prompt: the scores of its tokens, or its embedding.
+    """Holds what a sequence asks for of its prompt: the scores of its tokens, or its embedding.
 
     Attributes:
         next_target: index of the first prompt token whose score is wanted and is not planned yet. It is at least the

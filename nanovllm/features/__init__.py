@@ -1,1 +1,1 @@
-"""What the engine can do beside generating tokens. Deleting a folder or a file here deletes that feature alone."""
+"""Features: uses of the engine beside generating tokens. Deleting a folder or a file here deletes that feature alone."""

@@ -1,4 +1,4 @@
-"""Writes conversations as the texts of prompts, through the model's chat template: the wing behind `LLM.chat`."""
+"""Writes conversations as the texts of prompts, through the model's chat template: what `LLM.chat` does first."""
 
 import json
 from collections.abc import Mapping, Sequence

@@ -1,6 +1,6 @@
 """Says why a model could not be loaded: the advice of load.py's errors.
 
-The spine raises short errors. This wing then looks at the files, at the hub's answer and at the limits of memory. It is
+The spine raises short errors. This file then looks at the files, at the hub's answer and at the limits of memory. It is
 imported only after something has failed, so it may take its time.
 """
 

@@ -1,6 +1,5 @@
 """The package as it is found: what importing it costs, what it needs, and how it gets a model from a hub."""
 
-import graphlib
 import hashlib
 import json
 import os
@@ -19,7 +18,8 @@ import torch
 from helpers.paths import ROOT
 
 from nanovllm.backends import find_backend
-from scripts.count_lines import find_imports, find_modules, find_spine
+from scripts.count_lines import find_modules, find_spine
+from scripts.rings import APPLICATIONS, DEVICES, FAMILIES, FEATURES, find_place, find_ring
 
 CPU = torch.device("cpu")
 HEAVY = ("torch", "triton", "flash_attn", "transformers", "numpy", "tokenizers", "huggingface_hub")
@@ -46,105 +46,33 @@ def test_planning_needs_no_torch(module: str) -> None:
     python(f"import sys; sys.modules['torch'] = None; import {module}")  # None: importing it is an ImportError
 
 
-ROOMS = (
-    ("__main__", "ported"),
-    ("commands",),
-    ("jobs", "lm_eval"),
-    ("ray",),
-    ("llm",),
-    ("load",),
-    ("uses", "view", "distributed", "drafts"),
-    ("runner", "backends.cpu", "backends.gpu"),
-    ("quantized",),
-    ("models.qwen3_5_moe",),
-    ("models.qwen3_5", "models.qwen3_moe"),
-    ("edits",),
-    ("models",),
-    ("backends",),
-    ("parsing", "ops", "layers"),
-    ("engine",),
-    ("config", "text", "inputs"),
-    ("sampling_params", "outputs"),
-    ("version",),
-    ("utils",),
-    ("vllm_names",),
-)
-"""From the top down; those of one line know nothing of each other. Imports within functions, and for types alone, may
-run upwards: that is how a device, a family or a wing is loaded when it is asked for."""
+def feature_of(module: str) -> str | None:
+    """The feature, the device or the application that a module belongs to; None for the spine's."""
+    place = find_place(module)
+    is_outer = find_ring(place) in (FAMILIES, FEATURES, DEVICES, APPLICATIONS) and module != "nanovllm"
+    return "/".join(place.split("/")[:2]) if is_outer else None
 
-WINGS = (
-    *("__main__", "backends.cpu", "backends.gpu", "commands", "distributed", "drafts", "edits", "jobs", "lm_eval"),
-    *("models.diagnosis", "models.dummy_weights", "models.lora", "models.shapes"),
-    *("models.qwen3_5", "models.qwen3_5_moe", "models.qwen3_moe"),
-    *("engine.scoring", "parsing", "quantized", "ray", "runner.renewal", "runner.targets", "text.conversations"),
-    *("uses", "utils.work_ahead", "view", "ported"),
-)
-"""Rooms and files that load when they are asked for. Every other file belongs to the spine."""
 
-ASKED_BY = {
-    "ported": ("nanovllm",),  # for a name that is not ours
-    "engine.scoring": ("engine.scheduler",),  # for a request that scores or embeds
-    "runner.targets": ("runner.model_runner",),
-}
-"""The files of the spine that import a wing themselves. All other wings come through load.py or a method of LLM."""
+def test_the_spine_loads_no_feature_and_no_device() -> None:
+    assert {module: found for module in find_spine(MODULES) if (found := feature_of(module))} == {}
 
-TABLES = ("backends", "backends.base", "models.model_config")
+
+TABLES = ("backends", "backends/base", "models/decoder", "models/model_config", "load")
 """The files that import by name: the classes of backends, operators, and families."""
 
 
-def is_within(module: str, room: str) -> bool:
-    return f"{module.removeprefix('nanovllm.')}.".startswith(f"{room}.")
-
-
-def wing_of(module: str) -> str | None:
-    """The wing, or the device, that a module belongs to; None for the spine's."""
-    return next((wing for wing in WINGS if is_within(module, wing)), None)
-
-
-def test_the_spine_loads_no_wing_and_no_device() -> None:
-    assert {module: wing for module in find_spine(MODULES) if (wing := wing_of(module))} == {}
-
-
-def test_a_wing_loads_where_it_is_asked_for() -> None:
-    """Types may be imported from anywhere, because no program runs those imports."""
+def test_only_tables_import_by_name() -> None:
     for module, path in MODULES.items():
-        if wing_of(module) is None:
-            name = module.removeprefix("nanovllm.")
-            for found in find_imports(path, MODULES):
-                wing = wing_of(found.module)
-                is_allowed = wing is None or name in ("load", "llm", *ASKED_BY.get(wing, ()))
-                assert is_allowed or found.is_for_types, f"{name} imports {found.module}"
+        if feature_of(module) is None and find_place(module) not in TABLES:
             source = path.read_text()
-            assert name in TABLES or ("import_module" not in source and "__import__" not in source), name
-
-
-def room_of(module: str) -> int:
-    """The place of a module's room in `ROOMS`: of the room that names it most exactly."""
-    rooms = [(len(room), i) for i, line in enumerate(ROOMS) for room in line if is_within(module, room)]
-    return max(rooms)[1]
-
-
-def test_imports_run_downwards_and_in_no_circle() -> None:
-    imports = {
-        module: {found.module for found in find_imports(path, MODULES) if found.is_early}
-        for module, path in MODULES.items()
-        if module != "nanovllm"
-    }
-    upwards = [
-        (module, imported)
-        for module, others in imports.items()
-        for imported in others - {"nanovllm"}
-        if room_of(imported) < room_of(module)
-    ]
-    assert not upwards
-    list(graphlib.TopologicalSorter(imports).static_order())  # a CycleError names the circle
+            assert not re.search(r"import_module|__import__|resolve_name", source), module
 
 
 @pytest.mark.parametrize(
     ("backend", "loaded"),
-    [("torch", set()), ("cpu", {"backends.cpu"}), ("triton", {"backends.gpu"})],
+    [("torch", set()), ("cpu", {"backends/cpu"}), ("triton", {"backends/gpu"})],
 )
-def test_a_process_loads_the_device_that_it_has_chosen_and_no_wing(backend: str, loaded: set[str]) -> None:
+def test_a_process_loads_the_device_that_it_has_chosen_and_no_feature(backend: str, loaded: set[str]) -> None:
     """By the package's own modules that are there after `generate`."""
     if find_backend(backend, CPU).why_cannot(CPU) is not None:  # type: ignore[union-attr]
         pytest.skip(f"the {backend} backend does not run here")
@@ -155,7 +83,7 @@ def test_a_process_loads_the_device_that_it_has_chosen_and_no_wing(backend: str,
         "print(*(name for name in sys.modules if name.startswith('nanovllm.')))"
     )
     modules = python(code).split()
-    assert {wing for name in modules if (wing := wing_of(name))} == loaded
+    assert {found for name in modules if (found := feature_of(name))} == loaded
 
 
 def test_the_version_is_known_from_source_without_installation() -> None:

@@ -6,7 +6,7 @@ import pytest
 from helpers.paths import ROOT
 
 from scripts.check_style import FOLDERS, find_habits, python_files
-from scripts.count_lines import count_rooms, find_imports, find_modules, python_lines
+from scripts.count_lines import count_places, find_imports, find_modules, python_lines
 
 FINE = """
 rows, ends = plan(batch)
@@ -74,9 +74,9 @@ def test_the_figures_of_the_comparison_are_those_of_count_lines() -> None:
     page = (ROOT / "docs" / "compare.md").read_text()
     (row,) = re.findall(r"^\| lines of Python code \|[^|]*\|([^|]*)\|", page, re.MULTILINE)
     quoted = [int(figure.replace(",", "")) for figure in re.findall(r"\d[\d,]+", row)]
-    spine, wings, others = count_rooms(ROOT / "nanovllm")
+    spine, rest, others = count_places(ROOT / "nanovllm")
     page_of_view = others["JavaScript"] + others["HTML"] + others["CSS"]
-    counted = [spine.total() + wings.total(), spine.total(), others["C++"], page_of_view]
+    counted = [spine.total() + rest.total(), spine.total(), others["C++"], page_of_view]
     assert quoted == pytest.approx(counted, rel=0.01)
 
 
