@@ -518,13 +518,14 @@ class LLM:
 
         Args:
             named_tensors: (name in a checkpoint, tensor of any floating dtype, on any device). The LM head of a tied
-                model is ignored. All pairs are read before the load begins. So if this is a generator, its code may
-                use the engine, for example call `generate`.
+                model must equal the embedding. All pairs are read before the load begins. So if this is a generator,
+                its code may use the engine, for example call `generate`.
             finish: False says that more calls follow. Until the last of these calls no request runs.
 
         Raises:
-            ValueError: a name or a shape is wrong, and this call has written nothing. It is also raised if the load is
-                not complete. In that case the engine is closed if something was written already.
+            ValueError: a name or a shape is wrong, or a tied model's head is not its embedding, and this call has
+                written nothing. It is also raised if the load is not complete. In that case the engine is closed if
+                something was written already.
             RuntimeError: the engine is in use or asleep, or a rank has failed.
         """
         self._renewal.load_weights(named_tensors, finish)

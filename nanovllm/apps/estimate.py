@@ -56,7 +56,8 @@ def parse_size(text: str) -> int:
 def fetch_config(model: str) -> "PretrainedConfig":
     """Return the configuration of a shape, a folder, a config.json or a Hugging Face id.
 
-    Of an id only config.json is fetched, and nothing if the id names a shape, as Qwen/Qwen3-8B does.
+    Of an id only config.json is fetched, with the settings of quantisation that older tools keep beside it. Nothing is
+    fetched if the id names a shape, as Qwen/Qwen3-8B does.
 
     Raises:
         ValueError: there is no such model, or one that is not supported.
@@ -67,7 +68,7 @@ def fetch_config(model: str) -> "PretrainedConfig":
         if model.lower() in (shape, PRESETS.get(shape, "").lower()) and shape in PRESETS and not path.exists():
             return load_model_config(preset_config(shape), f"preset {shape}")
         if not path.is_file():
-            folder = find_folder(model) or download(model, CONFIGS)
+            folder = find_folder(model) or download(model, ["config.json", *QUANTIZATION_CONFIGS])
             return load_model_config(read_config(folder), str(folder / "config.json"))
         return load_model_config(read_json(path), str(path))
     except ValueError as error:

@@ -138,7 +138,7 @@ def report_unread_files(headers: Headers) -> None:
     files = {path.name for path in headers.files}
     if (headers.folder / "adapter_config.json").is_file():
         logger.warning(
-            "%s has an adapter (LoRA) beside the model, which is not merged: the option lora=%r merges it",
+            "%s has an adapter (LoRA) beside the model, which is merged only by the option lora=%r",
             *(headers.folder, str(headers.folder)),
         )
     beside = {path.name for path in headers.folder.glob("*.safetensors")} - files

@@ -83,7 +83,7 @@ DTYPES = {
     **{"float16": "float16", "half": "float16", "fp16": "float16", "f16": "float16"},
     **{"float64": "float64", "double": "float64", "fp64": "float64", "f64": "float64"},
 }
-"""What the spellings of a dtype in files mean. "torch." may stand before each."""
+"""{a spelling of a dtype in files: its name}. "torch." may stand before each spelling."""
 
 ROPE_TYPES = ("default", "linear", "yarn", "llama3")
 

@@ -108,8 +108,10 @@ def read_index(index: Path) -> set[str]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise ValueError(f"{index} has no weight_map")
     names = set(map(str, weight_map.values()))
-    if strange := sorted(name for name in names if not re.fullmatch(r"[\w.-]{1,250}", name)):
-        raise ValueError(f"{index} names {quote(strange[0])}; shards must be files of its own folder")
+    if strange := sorted(name for name in names if not re.fullmatch(r"[\w.-]{1,238}\.safetensors", name)):
+        raise ValueError(
+            f"{index} names {quote(strange[0])}; shards must be files of its own folder, and end in .safetensors"
+        )
     return names
 
 

@@ -161,7 +161,7 @@ def test_a_folder_a_config_json_and_the_model_in_the_box_are_read(
     assert run(capsys, "tiny-qwen3", "--gpu-memory", "1GB")[0] == 0
 
 
-def test_of_a_hub_id_config_json_alone_is_fetched(
+def test_of_a_hub_id_configs_alone_are_fetched(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fetch(repo: str, allow_patterns: list[str], revision: str | None) -> str:
@@ -172,7 +172,8 @@ def test_of_a_hub_id_config_json_alone_is_fetched(
     fetched: list[tuple[str, list[str]]] = []
     monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
     assert run(capsys, "someone/finetuned", "--gpu-memory", "24GB")[0] == 0
-    assert fetched == [("someone/finetuned", ["config.json"])]
+    configs = ["config.json", "quantize_config.json", "quant_config.json", "hf_quant_config.json"]
+    assert fetched == [("someone/finetuned", configs)]
 
 
 def test_an_id_that_names_a_shape_needs_no_network(

@@ -1,4 +1,4 @@
-"""What folders of other people hold is read as transformers reads it, or refused by what it is."""
+"""Folders of other people are read as transformers reads them, or refused by what they are."""
 
 import json
 import shutil
@@ -204,7 +204,7 @@ BESIDE: dict[Callable[[Path], None], str] = {
     add_consolidated: "",
     add_copy: "",
     add_torch_files: "",
-    add_adapter: "an adapter (LoRA) beside the model, which is not merged",
+    add_adapter: "an adapter (LoRA) beside the model, which is merged only by the option lora=",
     add_old_index: "not read: model-00001-of-00001.safetensors, of which model.safetensors.index.json names some",
 }
 

@@ -2,6 +2,7 @@
 
 import os
 import random
+import resource
 import subprocess
 import sys
 import threading
@@ -133,3 +134,17 @@ def test_the_memory_has_no_name_and_is_its_owners_only():
     assert os.fstat(fd).st_mode & 0o777 == 0o600
     assert set(os.listdir("/dev/shm")) == before
     os.close(fd)
+
+
+def test_a_limit_of_file_sizes_is_named_with_the_size_that_is_needed():
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+    fd = make_anonymous_file()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, unlimited[1]))
+    try:
+        with pytest.raises(
+            ValueError, match=r"memory of 16\d{3} bytes, and RLIMIT_FSIZE.* is 4096 bytes: raise it \(`ulimit"
+        ):
+            Ring(fd, 1, CAPACITY)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+        os.close(fd)
