@@ -90,7 +90,8 @@ class NanoVLLM(TemplateLM):  # type: ignore[misc]  # where the harness is not in
             "continue_final_message": not add_generation_prompt,
             **self._chat_template_args,
         }
-        return self.tokenizer.apply_chat_template(chat_history, tokenize=False, **options)  # type: ignore[no-any-return]
+        prompt: Any = self.llm.render_chat(chat_history, options)
+        return prompt["prompt"]  # type: ignore[no-any-return]
 
     # ---- requests
 

@@ -80,7 +80,7 @@ class StopStringMatcher:
     """Decodes one sequence token by token, and finds the first stop string in its text. It may span several tokens.
 
     A stop string may have the text of special tokens, which is not in the request's text if the request skips special
-    tokens. Such a stop string is looked for in a second text, in which special tokens are not skipped.
+    tokens. Such a stop string is also looked for in a second text, in which special tokens are not skipped.
     """
 
     def __init__(
@@ -102,11 +102,10 @@ class StopStringMatcher:
         self._stop: list[tuple[str, str, TextDecoder]] = []
         """Each stop string, the part of it that the request's text has, and the decoder in whose text it is found."""
         for stop in params.stop or ():
-            if special_tokens is None or not params.skip_special_tokens or not special_tokens.search(stop):
-                self._stop.append((stop, stop, self.decoder))
-                continue
-            self._full_decoder = self._full_decoder or TextDecoder(backend, False, context)
-            self._stop.append((stop, special_tokens.sub("", stop), self._full_decoder))
+            self._stop.append((stop, stop, self.decoder))
+            if special_tokens is not None and params.skip_special_tokens and special_tokens.search(stop):
+                self._full_decoder = self._full_decoder or TextDecoder(backend, False, context)
+                self._stop.append((stop, special_tokens.sub("", stop), self._full_decoder))
         self._num_free = params.min_tokens  # the next so many tokens cannot end the sequence
         self._is_included = params.include_stop_str_in_output
         self.text = ""

@@ -108,11 +108,17 @@ class Tokenizer:
         except Exception as error:  # transformers, tokenizers and json each raise their own
             advice = f"; {advice}" if (advice := find_conversion(folder)) else ""
             raise ValueError(f"the tokenizer in {folder} cannot be read: {error}{advice}") from error
-        self.eos_token_id: int | None = self.template_tokenizer.eos_token_id
+        eos = self.template_tokenizer.eos_token_id
+        self.eos_token_ids = frozenset[int]() if eos is None else frozenset([eos])
+        """The tokenizer's end-of-sequence token. A model's files may name more."""
         self._bos_token_id: int | None = self.template_tokenizer.bos_token_id
         self.added_tokens: dict[int, Any] = self._backend.get_added_tokens_decoder()
         """The added tokens by their ids, each an AddedToken of the tokenizers library."""
-        texts = sorted((token.content for token in self.added_tokens.values() if token.special), key=len, reverse=True)
+        texts = sorted(
+            (token.content for token in self.added_tokens.values() if token.special and token.content),
+            key=len,
+            reverse=True,
+        )
         self.find_forms: Callable[[str, bool], dict[str, Any]] = lru_cache(MOST_TEMPLATES)(lambda *template: {})
         """Returns the dict in which conversations.py keeps what it has found out about a chat template."""
         self._special_tokens = re.compile("|".join(map(re.escape, texts))) if texts else None

@@ -156,6 +156,16 @@ def test_a_stop_string_may_have_special_tokens_also_where_eos_is_ignored(
         assert ended.text == output.text + (output.stop_reason or "")
 
 
+@pytest.mark.parametrize("is_included", [False, True])
+def test_a_special_token_that_is_spelled_ends_the_text_as_any_stop_string(is_included: bool, reciter: Path) -> None:
+    params = SamplingParams(stop=["zz", f"b{NOTE}"], include_stop_str_in_output=is_included)
+    for ending in ([ID(NOTE)], [*map(ID, NOTE)]):
+        matcher = ModelTokenizer(reciter).stop_matcher(params, [ID("x")])
+        token_ids = [ID("a"), ID(TURN), ID("b"), *ending]
+        assert [matcher.feed(token_id) for token_id in token_ids].index(True) == len(token_ids) - 1
+        assert (matcher.found, matcher.text) == (f"b{NOTE}", f"ab{NOTE}" if is_included else "a")
+
+
 def test_a_stop_string_that_is_the_end_of_sequence_is_in_the_text_if_it_is_to_be_included(llm: LLM) -> None:
     output = say(llm, "w", stop=END, include_stop_str_in_output=True)
     assert (output.text, output.stop_reason) == (f"xyz{END}", None)

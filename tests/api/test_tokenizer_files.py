@@ -1,4 +1,4 @@
-"""What of a folder's tokenizer is read: tokenizer.json for token ids, and the other files for names and templates."""
+"""The files of a tokenizer: tokenizer.json is read for token ids, and the others for names and templates."""
 
 import json
 import shutil

@@ -93,7 +93,12 @@ class InstantLLM:
 
     def render_chat(self, messages: list[dict[str, str]], kwargs: dict[str, Any] | None) -> str:
         read = read_conversation(messages)
-        return "".join(f"<{m['role']}>{m['content']}" for m in read) + (str(kwargs) if kwargs else "")
+        contents = [
+            m["content"] if isinstance(m["content"], str) else "\n".join(part["text"] for part in m["content"])
+            for m in read
+        ]
+        texts = [f"<{m['role']}>{content}" for m, content in zip(read, contents, strict=True)]
+        return "".join(texts) + (str(kwargs) if kwargs else "")
 
     def run_requests(self, requests: Iterable[Request]) -> Iterator[tuple[int, dict[str, Any]]]:
         order = random.Random(0)
