@@ -6,7 +6,8 @@
 
 `requests` runs so many requests of all kinds through one engine. `engines` makes and closes so many engines: plain
 ones, ones that write a trace, ones that read grammars, and ones of two ranks. `lines` runs one job of so many lines, of
-which every twentieth is a request and the others are wrong, because a model would take hours for all.
+which every twentieth is wrong and the others are requests. A runner without a model answers them, because a model would
+take hours.
 
 The first third is a warm-up. From then on all that is counted must stay as it is, and memory may grow by TOLERANCE
 bytes for each request, engine or line: the slope of a line through the samples, by least squares. The exit status is 1
@@ -19,19 +20,24 @@ import gc
 import json
 import math
 import os
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Generator
-from contextlib import closing, suppress
+from contextlib import closing
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
+
+import numpy as np
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for steps this small, more threads only wait for each other
 
-from nanovllm import LLM, SamplingParams
+from nanovllm import LLM, EngineConfig, SamplingParams
+from nanovllm.engine.plan import StepPlan, StepResult
+from nanovllm.apps.jobs.job import Job, Status
+from nanovllm.apps.jobs.run import load_llm, run_job
 
 TOLERANCE = {"requests": 400, "engines": 64 << 10, "lines": 40}
 """Bytes. A request that is kept has 2,000 bytes or more, an engine some megabytes. A line costs 9 by design."""
@@ -122,33 +128,69 @@ def run_engines(count: int, folder: Path) -> Generator[tuple[int, Sample], None,
             yield number + 1, take_sample(os.getpid(), folder)
 
 
+class NoModel:
+    """A runner that computes nothing. Every token is 5."""
+
+    def launch(self, plan: StepPlan, *_: object) -> "NoModel":
+        self._tokens = np.full(plan.num_sampled.sum(), 5, np.int32)
+        return self
+
+    def result(self) -> StepResult:
+        return StepResult(self._tokens)
+
+    def reason_to_close(self) -> None:
+        return None
+
+    def close(self) -> None:
+        pass
+
+
+class Sampler:
+    """An observer of an engine that takes a sample now and then. In each sample is how many requests have run."""
+
+    def __init__(self, llm: LLM, distance: int, folder: Path) -> None:
+        self.samples: list[tuple[int, Sample]] = []
+        self._llm = llm
+        self._distance = distance
+        self._folder = folder
+
+    def planned(self, *_: object) -> None:
+        pass
+
+    def finished(self, *_: object) -> None:
+        num_ended = self._llm.stats()["num_generated_tokens"]
+        if num_ended >= self._distance * (1 + len(self.samples)):
+            self.samples.append((num_ended, take_sample(os.getpid(), self._folder)))
+
+    def close(self) -> None:
+        pass
+
+
 def run_lines(count: int, folder: Path) -> Generator[tuple[int, Sample], None, None]:
-    """Run a job in a process of its own. Yield how many lines are answered, to a percent, and a sample."""
+    """Run a job. Yield how many requests have run, and a sample, now and then."""
     source = folder / "in.jsonl"
-    results = folder / "out.jsonl"
     with open(source, "w") as file:
         for number in range(count):
-            prompt = "" if number % 20 else f"What is {number % 977}?"
-            file.write(json.dumps({"custom_id": f"id-{number}", "prompt": prompt, "max_tokens": 1}) + "\n")
-    options = ["--model=tiny-qwen3", "--dtype=float32", "--max-model-len=64", "--kvcache-memory-bytes=8388608"]
-    command = [sys.executable, "-m", "nanovllm", "run-batch", "-i", str(source), "-o", str(results), *options]
-    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
-        samples = []
-        try:
-            while process.poll() is None:
-                if results.exists():
-                    with suppress(OSError):  # it has just ended
-                        samples.append((results.stat().st_size, take_sample(process.pid, folder)))
-                time.sleep(0.25)
-        finally:
-            process.kill()
-    content = results.read_bytes()
-    num_answers = content.count(b"\n")
-    if process.returncode != 1 or num_answers != count:
-        raise SystemExit(f"the job ended with {process.returncode} and {num_answers} answers")
-    for size, sample in samples:
-        if size:
-            yield count * size // len(content), sample
+            prompt = [5 + number % 600, 5 + number // 600 % 600, 7] if number % 20 else []
+            file.write(json.dumps({"prompt": prompt, "max_tokens": 1}) + "\n")
+    samplers = []
+
+    def load_without_model(config: EngineConfig) -> LLM:
+        llm = load_llm(config)
+        llm.engine.runner.close()
+        llm.engine.runner = NoModel()
+        samplers.append(Sampler(llm, max(1, count // NUM_SAMPLES), folder))
+        llm.observe(samplers[0])
+        return llm
+
+    config = EngineConfig("tiny-qwen3", **OPTIONS)
+    job = Job(str(source), str(folder / "out.jsonl"), config, "tiny-qwen3", stats=str(folder / "stats.json"))
+    with patch("nanovllm.apps.jobs.run.load_llm", load_without_model):
+        status = run_job(job)
+    stats = json.loads((folder / "stats.json").read_text())
+    if status != Status.LINES_FAILED or stats["num_failed"] != -(-count // 20) or stats["num_lines"] != count:
+        raise SystemExit(f"the job ended with {status!r}: {stats}")
+    yield from samplers[0].samples
 
 
 def judge(task: str, samples: list[tuple[int, Sample]]) -> bool:

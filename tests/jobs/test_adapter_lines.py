@@ -176,8 +176,8 @@ def test_an_engine_of_several_parts_or_with_an_adapter_refuses_lines_that_name_o
     raw = json.dumps({"prompt": "a", "lora": str(adapters / "first")}).encode()
     with load_llm(EngineConfig("tiny-qwen3", **OPTIONS)) as llm:
         results: list[Any] = []
-        adapters = LineAdapters(llm, are_allowed=False)
-        Answering(llm, results.append, "tiny-qwen3", {}, adapters).answer([Line(1, raw, False)])
+        refusing = LineAdapters(llm, are_allowed=False)
+        Answering(llm, results.append, "tiny-qwen3", {}, refusing).answer([Line(1, raw, False)])
         assert b"left out with --ray" in results[0].line
     lines = write_lines(tmp_path / "in", make_lines(adapters)[:1])
     assert run(lines, tmp_path / "out", lora=str(adapters / "second")) == Status.LINES_FAILED

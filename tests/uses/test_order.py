@@ -171,7 +171,7 @@ def test_a_long_job_keeps_nothing_of_the_lines_that_it_has_handed_on(monkeypatch
     """And a line is sorted a few times, however long the job is."""
 
     class Item:
-        """What the caller knows a line by."""
+        """Stands for what the caller knows a line by."""
 
     engine = make_engine(max_num_seqs=2, num_blocks=8)
     kept: WeakSet[Item] = WeakSet()
