@@ -39,6 +39,7 @@ CONFIGS: dict[str, list[Any]] = {
     "tensor_parallel_size": [0, 9, 1.0, True, None, "1", HUGE],
     "pipeline_parallel_size": [0, 9, 1.0, True, None, "1", HUGE],
     "data_parallel_size": [0, -1, 1.0, True, None, "1", HUGE],
+    "max_silence": [0, 4, 2**30, 2**30 + 1, 60.0, True, None, "60", HUGE],
     "seed": [-1, 2**63 - 1, 2**63, HUGE, None, "x"],
     "gpu_memory_utilization": [0, 1.5, -1, math.nan, math.inf, "0.5", None, True],
     "dtype": ["x", None, 5, "float64", "half", torch.float32],

@@ -276,10 +276,12 @@ def _load(compiler: str, kind: type[AnyLibrary]) -> AnyLibrary:
     folder = cache_folder()
     if describe_danger(folder) is None:
         remove_remains(folder)
-        for path in sorted(folder.glob(f"{name}-*.so")):
+        found = sorted(folder.glob(f"{name}-*.so"))
+        for path in found:
             if _is_whole(path):
                 return kind(path)
-            logger.warning("compiling anew, because this file is damaged, or others may write to it: %s", path)
+        if found:
+            logger.warning("compiling anew, because this file is damaged, or others may write to it: %s", found[0])
     start = time.perf_counter()
     command = [compiler, *flags, str(SOURCES / kind.source)]
     place = ""
@@ -320,10 +322,9 @@ def _compile_into(folder: Path, name: str, command: list[str]) -> Path:
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if (danger := describe_danger(folder)) is not None:
-        own = Path.home() / "nanovllm-cache"
         raise PermissionError(
-            f"{danger}. Make a folder that only you may write to, as with mkdir -m 700 {own}, and set "
-            f"XDG_CACHE_HOME={own}"
+            f"{danger}. Move it away, and make one that only you may write to: mkdir -m 700 {folder}; or set "
+            "XDG_CACHE_HOME to another folder, in which it is made"
         )
     with _compile(folder, command) as built:
         built.chmod(0o644)  # whatever the umask
