@@ -143,7 +143,7 @@ def assemble(
     engine_class: Callable[..., LLMEngine] = LLMEngine,
 ) -> LLMEngine:
     """Put an engine together around a runner whose KV cache has so many blocks."""
-    own = set() if tokenizer is None or tokenizer.eos_token_id is None else {tokenizer.eos_token_id}
+    own = frozenset[int]() if tokenizer is None else tokenizer.eos_token_ids
     eos_token_ids = (facts.eos_token_ids | own).intersection(range(config.vocab_size))
     parser = load_parser(config, tokenizer)
     scheduler, observers = make_scheduler(config, runner, num_blocks, tokenizer)

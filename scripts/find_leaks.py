@@ -35,9 +35,9 @@ import numpy as np
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for steps this small, more threads only wait for each other
 
 from nanovllm import LLM, EngineConfig, SamplingParams
-from nanovllm.engine.plan import StepPlan, StepResult
 from nanovllm.apps.jobs.job import Job, Status
 from nanovllm.apps.jobs.run import load_llm, run_job
+from nanovllm.engine.plan import StepPlan, StepResult
 
 TOLERANCE = {"requests": 400, "engines": 64 << 10, "lines": 40}
 """Bytes. A request that is kept has 2,000 bytes or more, an engine some megabytes. A line costs 9 by design."""

@@ -24,12 +24,12 @@ from nanovllm.features.shapes import PRESETS, preset_config
 from nanovllm.llm import LLM
 from nanovllm.load import assemble, make_quantizer, read_generation_config, resolve_options
 from nanovllm.models.decoder import find_decoder
-from nanovllm.models.hub import CONFIGS, TOKENIZER, as_path, download, find_folder
+from nanovllm.models.hub import CONFIGS, QUANTIZATION_CONFIGS, TOKENIZER, as_path, download, find_folder
 from nanovllm.models.model_config import load_model_config, read_json
 from nanovllm.models.settings_files import read_config
 from nanovllm.models.sizes import Sizes
 from nanovllm.runner.resolve import resolve_device
-from nanovllm.text.tokenizer import Tokenizer
+from nanovllm.text.tokenizer import Tokenizer, explain_no_tokenizer
 from nanovllm.utils.checks import quote
 from nanovllm.utils.memory import CPU_CACHE_LIMIT, free_memory
 
@@ -329,7 +329,7 @@ def read_lengths(
     folder = find_folder(config.model) or download(config.model, [*CONFIGS, *TOKENIZER])
     tokenizer = Tokenizer.find(folder, config.max_model_len)
     if tokenizer is None:
-        raise ValueError(f"--input needs a tokenizer, and {folder} has none")
+        raise ValueError(f"--input needs a tokenizer, and {explain_no_tokenizer(folder)}")
     _, params, refused = read_generation_config(folder)
     facts = ModelFacts(default_params=params, refused_defaults=refused, origin=folder)
     llm = LLM.__new__(LLM)
