@@ -19,7 +19,7 @@ else:
 
 VALUES, PLANNING, MODEL, FAMILIES, FEATURES, DEVICES, FACE, APPLICATIONS = range(8)
 NAMES = ("values", "planning", "the model", "families", "features", "devices", "the face", "applications")
-"""What each ring holds, from the innermost outwards."""
+"""The contents of each ring, from the innermost outwards."""
 
 RINGS = {
     "utils": VALUES,

@@ -1,1 +1,1 @@
-"""Features: uses of the engine beside generating tokens. Deleting a folder or a file here deletes that feature alone."""
+"""Features: what the engine can do beside generating tokens. Deleting one of them deletes that feature alone."""
