@@ -22,14 +22,14 @@ from nanovllm.engine.scheduler import Scheduler
 from nanovllm.models.decoder import find_decoder
 from nanovllm.models.generation_keys import check_generation_keys
 from nanovllm.models.headers import fit_to_checkpoint
-from nanovllm.models.hub import find_folder, find_model
+from nanovllm.models.hub import QUANTIZATION_CONFIGS, find_folder, find_model
 from nanovllm.models.layers.parallel import Parallel
 from nanovllm.models.model_config import (
     find_family,
     load_model_config,
     read_json,
+    take_text_config,
 )
-from nanovllm.models.settings_files import read_config
 from nanovllm.models.sizes import Sizes
 from nanovllm.models.weight_reader import checkpoint_files, load_weights, read_ahead, stamp_checkpoint
 from nanovllm.runner.kv_memory import make_cache
@@ -179,7 +179,12 @@ def find_config(model: str, revision: str | None, load_format: str) -> tuple[Pat
         if (shape := find_shape(model, load_format)) is not None:
             return None, f"preset {model.lower()}", shape
     folder = find_model(model, revision)
-    return folder, str(folder / "config.json"), read_config(folder)
+    data = take_text_config(read_json(folder / "config.json"))
+    if any((folder / name).is_file() for name in QUANTIZATION_CONFIGS):
+        from nanovllm.models.settings_files import add_settings
+
+        data = add_settings(data, folder)
+    return folder, str(folder / "config.json"), data
 
 
 def resolve_options(

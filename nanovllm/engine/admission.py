@@ -149,7 +149,7 @@ def put_longest_first(ordered: list[Candidate], num_rows: int, num_slots: int) -
 
 
 class Admission:
-    """Reorders requests on their way to the engine. Of a request that it has handed on it keeps nothing."""
+    """Reorders requests on their way to the engine. Of those that it has handed on it keeps only the last one."""
 
     def __init__(
         self,

@@ -5,19 +5,50 @@ Each kind is known by its name, and each tensor is checked: a value that says so
 """
 
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from nanovllm.models.model_config import find_rotary_dim
+from nanovllm.models.weight_reader import name_some, open_tensors
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 ROWS = 8
 """The rows of cached cosines and sines that are compared. Later ones multiply the rounding of the frequencies."""
+
+
+def check_leftovers(
+    places: Mapping[str, Path],
+    names: Mapping[str, str],
+    targets: Collection[str],
+    config: "PretrainedConfig",
+    folder: Path,
+) -> None:
+    """Raise a ValueError unless each tensor that the model has no place for is known to change nothing.
+
+    Args:
+        places: {name of such a tensor: its file}.
+        names: {name: canonical name}.
+        targets: the canonical names of the tensors that the model reads.
+    """
+    doubts: dict[str, str] = {}
+    for path in sorted(set(places.values())):
+        with open_tensors(path) as file:
+            for name in (name for name, place in places.items() if place == path):
+                doubt = find_doubt(names[name], file.get_slice(name), targets, config)
+                if doubt is not None:
+                    doubts[names[name]] = doubt
+    if doubts:
+        reasons = "; ".join(sorted(set(filter(None, doubts.values()))))
+        raise ValueError(
+            f"{folder} has {len(doubts)} tensors that the model does not: {name_some(doubts)}"
+            + (f" ({reasons})" if reasons else "")
+        )
 
 
 def find_doubt(name: str, source: Any, targets: Collection[str], config: "PretrainedConfig") -> str | None:

@@ -18,14 +18,18 @@ SETTINGS_FILE = "settings_file"
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Return the content of a folder's config.json, with a quantization_config that another file may have.
+    """Return the content of a folder's config.json, with a quantization_config that another file may have."""
+    return add_settings(take_text_config(read_json(folder / "config.json")), folder)
+
+
+def add_settings(data: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Return a config.json with the quantization_config that another file has, if it has none itself.
 
     Such a file is no more than a leftover if no weights are quantised.
 
     Raises:
         ValueError: a file cannot be read.
     """
-    data = take_text_config(read_json(folder / "config.json"))
     if data.get("quantization_config") or data.get("compression_config"):
         return data
     settings = find_settings(folder)

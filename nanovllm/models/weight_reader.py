@@ -4,7 +4,7 @@ import logging
 import os
 import re
 import stat
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import chain
 from pathlib import Path
@@ -19,7 +19,6 @@ from tqdm import tqdm
 from nanovllm.models.decoder import Decoder
 from nanovllm.models.layers.parallel import Parallel
 from nanovllm.models.layers.weights import Quantizer, WeightTarget
-from nanovllm.models.leftovers import find_doubt
 from nanovllm.models.model_config import read_json
 from nanovllm.models.weight_names import find_elsewhere, find_targets
 from nanovllm.utils.checks import quote
@@ -213,6 +212,8 @@ def load_weights(
     elsewhere = unread_here.union(name for name in found if name.startswith(find_elsewhere(model)))
     leftovers = found - targets.keys() - elsewhere - {"lm_head.weight"}  # some checkpoints hold a tied head, too
     if leftovers:
+        from nanovllm.models.leftovers import check_leftovers
+
         own = {name: path for name, path in places.items() if names[name] in leftovers}
         check_leftovers(own, names, targets, config, folder)
         if show_progress:
@@ -229,35 +230,6 @@ def load_weights(
                     source = adapter.merge(names[name], source)
                 for target in targets.get(names[name], ()):
                     _fill(target, source, f"{path}: tensor {name}", copy)
-
-
-def check_leftovers(
-    places: Mapping[str, Path],
-    names: Mapping[str, str],
-    targets: Collection[str],
-    config: "PretrainedConfig",
-    folder: Path,
-) -> None:
-    """Raise a ValueError unless each tensor that the model has no place for is known to change nothing.
-
-    Args:
-        places: {name of such a tensor: its file}.
-        names: {name: canonical name}.
-        targets: the canonical names of the tensors that the model reads.
-    """
-    doubts: dict[str, str] = {}
-    for path in sorted(set(places.values())):
-        with open_tensors(path) as file:
-            for name in (name for name, place in places.items() if place == path):
-                doubt = find_doubt(names[name], file.get_slice(name), targets, config)
-                if doubt is not None:
-                    doubts[names[name]] = doubt
-    if doubts:
-        reasons = "; ".join(sorted(set(filter(None, doubts.values()))))
-        raise ValueError(
-            f"{folder} has {len(doubts)} tensors that the model does not: {name_some(doubts)}"
-            + (f" ({reasons})" if reasons else "")
-        )
 
 
 def find_names(files: Iterable[Path]) -> dict[str, Path]:
