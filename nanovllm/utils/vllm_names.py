@@ -207,6 +207,6 @@ SYNONYMS: Mapping[str, Mapping[Any, Any]] = {
 
 MODULES = (
     *("engine.arg_utils", "utils.argparse_utils", "utils.print_utils", "logger", "pooling_params"),
-    *("lora", "lora.request", "v1", "v1.metrics", "v1.metrics.reader"),
+    *("distributed", "lora", "lora.request", "v1", "v1.metrics", "v1.metrics.reader"),
 )
 """Modules of vLLM's in which scripts look for names that stand for something here."""

@@ -279,7 +279,7 @@ def test_a_name_of_vllms_is_not_one_of_ours_too() -> None:
 
 def test_the_table_of_names_is_data_and_answers_each_name_once() -> None:
     """It imports nothing of the package, so that options and parameters may look in it."""
-    path = ROOT / "nanovllm" / "vllm_names.py"
+    path = ROOT / "nanovllm" / "utils" / "vllm_names.py"
     assert [*find_imports(path, find_modules(ROOT / "nanovllm"))] == []
     assert GUIDED == KINDS
     owners = (OPTIONS, SAMPLING, ARGUMENTS, ACCEPTED["StructuredOutputsParams"], ACCEPTED["PoolingParams"])

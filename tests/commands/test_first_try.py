@@ -105,7 +105,7 @@ def test_an_answer_is_written_while_it_is_computed_and_ctrl_c_ends_only_it() -> 
 
 
 def test_chat_is_short() -> None:
-    assert len((ROOT / "nanovllm" / "commands" / "chat.py").read_text().splitlines()) <= 60
+    assert len((ROOT / "nanovllm" / "apps" / "chat.py").read_text().splitlines()) <= 60
 
 
 # ---- the page

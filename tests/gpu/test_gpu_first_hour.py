@@ -114,7 +114,7 @@ def test_every_step_chooses_tests_and_options_that_exist(tmp_path: Path) -> None
         if script is not None and "pytest" not in call:
             texts = script.read_text()
             if script.name == "bench.py":
-                texts += (ROOT / "nanovllm" / "commands" / "bench.py").read_text()
+                texts += (ROOT / "nanovllm" / "apps" / "bench.py").read_text()
                 texts += " ".join(f'"--{field.name.replace("_", "-")}"' for field in fields(EngineConfig))
             for option in (part for part in call if part.startswith("--")):
                 assert f'"{option}"' in texts, call
