@@ -20,7 +20,7 @@ from typing import Any
 
 from helpers.paths import ROOT, TESTS
 
-ROOMS = ("runner", "backends", "distributed")
+ROOMS = ("runner", "backends", "features.distributed")
 LIST = Path(__file__).with_name("lines.txt")
 PYTEST = ("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-o", "addopts=--import-mode=importlib")
 RANKS = "ranks or stages or test_experts"
