@@ -322,11 +322,13 @@ def test_every_picture_of_the_guide_is_drawn_by_one_command(tmp_path):
 
 
 def test_every_path_that_a_page_for_contributors_names_exists():
-    """A name in backticks that ends in a suffix or a slash is a path: from the root, from nanovllm/ or from docs/."""
+    """A name in backticks that ends in a suffix or a slash is a path, from the root or one of a few folders."""
+    package = ("nanovllm", "nanovllm/features", "nanovllm/features/families", "nanovllm/apps")
+    folders = ("", "docs", "tests", *package)
     missing = []
     for page in ("CONTRIBUTING.md", "docs/architecture.md"):
         for name in re.findall(r"`([\w./-]+(?:\.py|\.md|/))`", (ROOT / page).read_text()):
-            if not any((ROOT / folder / name).exists() for folder in ("", "nanovllm", "docs", "tests")):
+            if not any((ROOT / folder / name).exists() for folder in folders):
                 missing.append((page, name))
     assert not missing
 
