@@ -25,7 +25,7 @@ from nanovllm.text.prompts import Message, Prompt, list_conversations, list_prom
 from nanovllm.text.tokenizer import explain_no_tokenizer
 from nanovllm.utils.checks import quote, refuse
 from nanovllm.utils.foreign_names import explain_missing
-from nanovllm.utils.progress import ProgressBar
+from nanovllm.utils.progress import ProgressBar, hide_unless
 
 if TYPE_CHECKING:
     from nanovllm.features.sharing import EngineThread
@@ -178,7 +178,7 @@ class LLM:
         total = len(requests) if isinstance(requests, list) else None
         order = self._plan_order(requests, lora_request)
         with (
-            ProgressBar(self.stats, total=total, desc=label, unit="prompt", disable=not show) as bar,
+            ProgressBar(self.stats, total=total, desc=label, unit="prompt", **hide_unless(show)) as bar,
             closing(self.engine.run(order, order.holder)) as run,
         ):
             self.engine.observers.append(bar)

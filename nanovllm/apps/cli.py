@@ -17,7 +17,7 @@ from nanovllm.apps.jobs.job import DEFAULTS, STATUS_HELP, Job, Status
 from nanovllm.apps.ray import guard as ray_guard
 from nanovllm.config import EngineConfig
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.utils.checks import as_choice
+from nanovllm.utils.checks import as_choice, as_integer
 from nanovllm.version import __version__
 
 _ENGINE_FIELDS = {field.name: field for field in fields(EngineConfig)}
@@ -224,6 +224,13 @@ def _add_estimate(commands: Any) -> None:
     add("--machine", metavar="NAME", help="h100, h200, a100, l4, rtx4090, laptop or server: its memory and speed")
     add("--input", metavar="PATH", help="a job's requests: their least time on --machine, or else on this machine")
     add("--max-tokens", type=int, metavar="N", help="most tokens of answers whose lines do not say it")
+    add(
+        "--typical-output",
+        type=int,
+        default=256,
+        metavar="N",
+        help="tokens at which answers end in the job's second estimate, unless they must end before (default: 256)",
+    )
     weights = ("tensor_parallel_size", "pipeline_parallel_size", "dtype", "quantization", "kv_cache_dtype")
     sizes = ("kvcache_block_size", "max_num_seqs", "max_num_batched_tokens", "kvcache_memory_bytes")
     for name in ("device", "max_model_len", *weights, "gpu_memory_utilization", *sizes):
@@ -237,6 +244,7 @@ def _estimate(options: argparse.Namespace) -> int:
 
     hf_config = fetch_config(options.model)
     config = read_engine_config(options)
+    typical = as_integer(options.typical_output, "--typical-output", 1)
     memory = parse_size(options.memory) if options.memory is not None else None
     machine = None
     if options.machine is not None:
@@ -248,7 +256,7 @@ def _estimate(options: argparse.Namespace) -> int:
     sys.stdout.write(estimated.describe() + "\n")
     if options.input is not None:
         defaults = {} if options.max_tokens is None else {"max_tokens": options.max_tokens}
-        sys.stdout.write(estimate_job(options.input, hf_config, estimated, machine, defaults) + "\n")
+        sys.stdout.write(estimate_job(options.input, hf_config, estimated, machine, defaults, typical) + "\n")
     return 0 if estimated.fits else 1
 
 

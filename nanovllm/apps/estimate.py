@@ -282,14 +282,17 @@ def estimate_job(
     estimated: Estimate,
     machine: Machine | None,
     defaults: Mapping[str, Any],
+    typical: int,
 ) -> str:
     """Return the tokens, the steps and the least time of a file of requests, as text: see `ideal_steps`.
 
-    Every answer counts with the most tokens that it may have. Prompts with the same beginning count in full.
+    They are told twice: for answers with the most tokens that they may have, and for answers of a typical length.
+    Prompts with the same beginning count in full.
 
     Args:
         machine: None means this one, which is measured.
         defaults: the sampling parameters of lines that have no value of their own.
+        typical: in the second estimate an answer has so many tokens, or the most that it may have if that is less.
 
     Raises:
         ValueError: the model has no tokenizer, or the file has no request that can run.
@@ -301,31 +304,56 @@ def estimate_job(
         except ValueError as error:
             raise ValueError(f"--input needs --machine NAME for a GPU that is not here: {error}") from error
         machine = measure_machine(device, getattr(torch, config.dtype))
-    lengths, num_bad = read_lengths(path, hf_config, config, defaults)
+    lengths, num_open, num_bad = read_lengths(path, hf_config, config, defaults)
     if not lengths:
         raise ValueError(f"{path} has no request that can run, and {num_bad} lines that cannot")
+    model = Model.of(config, hf_config)
+    whole = machine.times(config.num_devices)
+    bad = f", and {num_bad} lines that cannot run" if num_bad else ""
+    told = [f"{len(lengths):,} requests{bad}"]
+    shorter = [(num_prompt, min(most, typical)) for num_prompt, most in lengths]
+    if shorter == lengths:
+        told += _describe_run(lengths, estimated, model, whole, "at most ")
+    else:
+        assumed = f" ({num_open:,} lines have no max_tokens: they count up to max_model_len)" if num_open else ""
+        told += [f"if all answers are as long as they may be{assumed}:"]
+        told += _describe_run(lengths, estimated, model, whole, "at most ")
+        told += [f"if answers end after {typical:,} tokens, or before that at their max_tokens (--typical-output):"]
+        told += _describe_run(shorter, estimated, model, whole, "")
+    return "\n".join(told)
+
+
+def _describe_run(
+    lengths: list[tuple[int, int]], estimated: Estimate, model: Model, machine: Machine, most: str
+) -> list[str]:
+    """Return the tokens, the steps and the least time of requests, a line each.
+
+    Args:
+        lengths: (tokens of the prompt, tokens of the answer) of each request.
+        most: words before the number of the answers' tokens.
+    """
+    config = estimated.config
     num_tokens = [sum(column) for column in zip(*lengths, strict=True)]
     some = lengths[:: -(-len(lengths) // MOST_REQUESTS)]
     room = max(estimated.num_tokens * len(lengths) // sum(num_tokens), 1)
     steps = list(ideal_steps(some, min(config.max_num_seqs, room), config.max_num_batched_tokens))
-    whole = machine.times(config.num_devices)
-    model = Model.of(config, hf_config)
-    floor = sum((step_cost(model, whole, *step) for step in steps), Cost())
+    floor = sum((step_cost(model, machine, *step) for step in steps), Cost())
     scale = len(lengths) / len(some)
     seconds = scale * floor.seconds
-    bad = f", and {num_bad} lines that cannot run" if num_bad else ""
-    return (
-        f"{len(lengths):,} requests{bad}\n"
-        f"  tokens                          {num_tokens[0]:,} of prompts, at most {num_tokens[1]:,} of answers\n"
-        f"  steps                           {round(scale * len(steps)):,}\n"
-        f"  least time                      {seconds:,.3f} s, {num_tokens[1] / seconds:,.0f} tokens a second"
-    )
+    return [
+        f"  tokens                          {num_tokens[0]:,} of prompts, {most}{num_tokens[1]:,} of answers",
+        f"  steps                           {round(scale * len(steps)):,}",
+        f"  least time                      {seconds:,.3f} s, {num_tokens[1] / seconds:,.0f} tokens a second",
+    ]
 
 
 def read_lengths(
     path: str, hf_config: "PretrainedConfig", config: ResolvedConfig, defaults: Mapping[str, Any]
-) -> tuple[list[tuple[int, int]], int]:
-    """Return (tokens of the prompt, most tokens of the answer) of each answer in a file, and how many lines are bad."""
+) -> tuple[list[tuple[int, int]], int, int]:
+    """Return the lengths of a file's requests, how many lines have no limit but max_model_len, and how many are bad.
+
+    The lengths are (tokens of the prompt, most tokens of the answer), for each answer.
+    """
     folder = find_folder(config.model) or download(config.model, [*CONFIGS, *TOKENIZER])
     tokenizer = Tokenizer.find(folder, config.max_model_len)
     if tokenizer is None:
@@ -335,6 +363,7 @@ def read_lengths(
     llm = LLM.__new__(LLM)
     llm.engine = assemble(config, facts, tokenizer, None, 1)  # type: ignore[arg-type]  # nothing will run
     lengths: list[tuple[int, int]] = []
+    num_open = 0
     num_bad = 0
     for line in Reading(Source(path)):
         try:
@@ -343,10 +372,15 @@ def read_lengths(
         except LineError:
             num_bad += 1
             continue
+        has_limit = any(read.body.get(name) is not None for name in ("max_tokens", "max_completion_tokens"))
+        is_open = False
         for request in requests:
             num_prompt = len(request.prompt_token_ids)
             most = config.max_model_len - num_prompt
-            if request.params.max_tokens is not None:
-                most = min(most, request.params.max_tokens)
+            if request.params.max_tokens is not None and request.params.max_tokens < most:
+                most = request.params.max_tokens
+            else:
+                is_open = not has_limit
             lengths += [(num_prompt, max(most, 1))] * request.params.n
-    return lengths, num_bad
+        num_open += is_open
+    return lengths, num_open, num_bad

@@ -22,6 +22,7 @@ from nanovllm.models.layers.weights import Quantizer, WeightTarget
 from nanovllm.models.model_config import read_json
 from nanovllm.models.weight_names import find_elsewhere, find_targets
 from nanovllm.utils.checks import quote
+from nanovllm.utils.progress import hide_unless
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -221,7 +222,7 @@ def load_weights(
     if adapter is not None:
         adapter.check_names(targets.keys() | elsewhere)
     copy = model.backend.make_copier()
-    for path in tqdm(files, desc="Loading weights", unit="file", disable=not show_progress or len(files) == 1):
+    for path in tqdm(files, desc="Loading weights", unit="file", **hide_unless(show_progress and len(files) > 1)):
         with open_tensors(path) as file:
             for name in file.keys():  # noqa: SIM118  # not a dict
                 parallel.raise_failure()

@@ -8,6 +8,14 @@ from typing import Any
 from tqdm import tqdm
 
 
+def hide_unless(show: bool) -> dict[str, bool]:
+    """Return the options of tqdm that hide a bar unless `show`.
+
+    A bar that is shown gets no option, because tqdm reads TQDM_DISABLE only where `disable` is not given.
+    """
+    return {} if show else {"disable": True}
+
+
 def tokens_a_step(num_generated: int, num_accepted: int) -> float:
     """Return the mean number of tokens that a step gave a sequence: one, and the drafts that it accepted."""
     return num_generated / max(num_generated - num_accepted, 1)

@@ -2,9 +2,12 @@
 
 import copy
 import json
+import os
 import pickle
 import random
 import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -13,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers.paths import ROOT
 from helpers.tiny import END, NOTE, SMALL, SPOKEN, TURN, draw_prompts, edit_json, greedy, make_tokenizer, save_random
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -675,6 +679,29 @@ def test_the_bar_moves_with_every_step(
     drawn = [line for line in capfd.readouterr().err.split("\r") if "0/1" in line]
     assert len(set(drawn)) > 10
     assert not llm.engine.observers
+
+
+def test_tqdms_variable_hides_every_bar() -> None:
+    """tqdm reads TQDM_DISABLE when it is imported, and only for bars that are made without `disable`."""
+    code = (
+        "from nanovllm import LLM\n"
+        "llm = LLM('tiny-qwen3', device='cpu', max_model_len=64)\n"
+        "assert len(llm.generate(['a', 'b'])) == 2\n"
+    )
+    shown = [
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env=os.environ | variable,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=True,
+        ).stderr
+        for variable in ({}, {"TQDM_DISABLE": "1"})
+    ]
+    assert "2/2" in shown[0] and shown[1] == ""
+    for path in (ROOT / "nanovllm").rglob("*.py"):
+        assert "disable=" not in path.read_text(), f"{path} makes a bar without hide_unless()"
 
 
 # ---- times, and plain values

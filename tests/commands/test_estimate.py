@@ -232,7 +232,27 @@ def test_the_tokens_and_steps_of_a_job_are_those_of_its_run(tmp_path: Path, caps
     assert re.search(r"steps +11\n", shown), "as many as the longest answer has tokens"
     *_, seconds = re.findall(r"least time +([\d.]+) s", shown)
     assert 0 < float(seconds) < 1
+    assert "max_tokens" not in shown, "every line has a limit"
     assert run(capsys, "qwen3-8b", "--memory", "80", "--input", str(source))[0] == 2
+
+
+def test_a_job_whose_lines_have_no_max_tokens_is_estimated_at_a_typical_length_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chat = {"method": "POST", "url": "/v1/chat/completions", "body": {"messages": [{"role": "user", "content": "hi"}]}}
+    short = {**chat, "custom_id": "c", "body": {**chat["body"], "max_tokens": 9}}
+    null = {**chat, "custom_id": "d", "body": {**chat["body"], "max_completion_tokens": None}}
+    write_lines(tmp_path / "in", [{**chat, "custom_id": "a"}, {**chat, "custom_id": "b"}, short, null])
+    options = ["--device", "cpu", "--machine", "laptop", "--max-model-len", "512", "--input", str(tmp_path / "in")]
+    status, shown = run(capsys, "tiny-qwen3", *options, "--typical-output", "40")
+    assert status == 0 and "3 lines have no max_tokens: they count up to max_model_len" in shown
+    (prompts,) = set(re.findall(r"([\d,]+) of prompts", shown))
+    most = 3 * (512 - int(prompts) // 4) + 9
+    assert re.findall(r"([\d,]+) of answers", shown) == [f"{most:,}", str(3 * 40 + 9)]
+    whole, typical = map(float, re.findall(r"least time +([\d.]+) s", shown))
+    assert typical < whole / 4
+    assert "end after 256 tokens" in run(capsys, "tiny-qwen3", *options)[1]
+    assert run(capsys, "tiny-qwen3", *options, "--typical-output", "0")[0] == 2
 
 
 def test_machines_are_those_of_the_sites_estimator() -> None:

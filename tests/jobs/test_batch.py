@@ -333,9 +333,10 @@ def test_fields_that_ask_for_nothing_are_taken() -> None:
 
 OPENAI_FIELDS = (
     *("audio", "best_of", "echo", "frequency_penalty", "function_call", "functions", "logit_bias", "logprobs"),
-    *("max_completion_tokens", "max_tokens", "metadata", "modalities", "n", "parallel_tool_calls", "prediction"),
-    *("presence_penalty", "prompt_cache_key", "prompt_cache_retention", "reasoning_effort", "response_format"),
-    *("safety_identifier", "seed", "service_tier", "stop", "store", "stream", "stream_options", "suffix"),
+    *("max_completion_tokens", "max_tokens", "metadata", "modalities", "moderation", "n", "parallel_tool_calls"),
+    *("prediction", "presence_penalty", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
+    *("reasoning_effort", "response_format", "safety_identifier", "seed", "service_tier", "stop", "store", "stream"),
+    *("stream_options", "suffix"),
     *("temperature", "tool_choice", "tools", "top_logprobs", "top_p", "user", "verbosity", "web_search_options"),
 )
 
@@ -347,7 +348,7 @@ def test_openais_fields_may_be_null_and_are_refused_with_a_value_that_is_not_sup
     answer = {"role": "assistant", "content": "x", "refusal": None, "annotations": None, "tool_calls": None}
     assert request_of(openai_line("a", messages=[*HELLO, answer], **nulls))
     assert request_of(openai_line("a", prompt="x", **plain))
-    for name, value in {"suffix": "x", "reasoning_effort": "low", "stream_options": {}}.items():
+    for name, value in {"suffix": "x", "moderation": {"model": "m"}, "stream_options": {}}.items():
         with pytest.raises(LineError, match=f"{name} is .* not supported, other than as null"):
             request_of(openai_line("a", prompt="x", **{name: value}))
     with pytest.raises(LineError, match="message 0"):

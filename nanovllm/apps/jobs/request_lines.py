@@ -49,8 +49,8 @@ _KINDS = {"lora": str, "echo": bool, **dict.fromkeys(_OBJECTS, dict), **_SERVICE
 """The kinds of those fields that SamplingParams does not check."""
 _KIND_NAMES = {str: "a string", dict: "an object", bool: "true or false"}
 _NULLS = (
-    *("audio", "function_call", "functions", "modalities", "prediction", "reasoning_effort", "stream_options"),
-    *("suffix", "verbosity", "web_search_options"),
+    *("audio", "function_call", "functions", "modalities", "moderation", "prediction", "prompt_cache_options"),
+    *("reasoning_effort", "stream_options", "suffix", "verbosity", "web_search_options"),
 )
 _NEUTRAL: dict[str, Any] = {
     **dict.fromkeys(_NULLS),

@@ -12,6 +12,7 @@ from tqdm import tqdm
 
 from nanovllm.backends.steps import StepPart, Steps
 from nanovllm.engine.plan import StepPlan
+from nanovllm.utils.progress import hide_unless
 
 if TYPE_CHECKING:
     from nanovllm.runner.model_runner import ModelRunner
@@ -85,7 +86,7 @@ class CudaGraphs(Steps):
         with self._runner.backend.on_device(), torch.inference_mode():
             stream = _capture_stream(torch.cuda.current_device())
             current = torch.cuda.current_stream()
-            for size in tqdm(sizes, desc="Capturing graphs", disable=not show_progress):
+            for size in tqdm(sizes, desc="Capturing graphs", **hide_unless(show_progress)):
                 self._runner.staging.send(StepPlan.make_padding(size, self._runner.device_rows.padding_row).arrays())
                 stream.wait_stream(current)
                 with torch.cuda.stream(stream):

@@ -11,6 +11,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from nanovllm.backends.gpu.triton_shim import INTERPRETED, LAUNCHES_DIRECTLY, tl, triton
+from nanovllm.utils.progress import hide_unless
 
 
 class Launch(NamedTuple):
@@ -131,6 +132,6 @@ def compile_launches(show_progress: bool) -> Iterator[None]:
         else:
             bar.update()
 
-    bar = tqdm(desc="Compiling kernels", disable=not show_progress)
+    bar = tqdm(desc="Compiling kernels", **hide_unless(show_progress))
     with bar, ThreadPoolExecutor() as threads, triton.AsyncCompileMode(threads), redirect_launches(begin):
         yield

@@ -1,0 +1,55 @@
+"""The Python blocks of each page of docs/ can be pasted in their order: they parse, and every name is defined before.
+
+Nothing runs, so pages that need a GPU, Ray or a large model are covered, too.
+"""
+
+import ast
+import builtins
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from helpers.paths import ROOT
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def list_bound(node: ast.AST) -> Iterator[str]:
+    """Yield the names that one node of the syntax tree binds."""
+    match node:
+        case ast.Name(id=name, ctx=ast.Store()) | ast.arg(arg=name):
+            yield name
+        case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+            yield name
+        case ast.Import(names=aliases) | ast.ImportFrom(names=aliases):
+            yield from ((alias.asname or alias.name).partition(".")[0] for alias in aliases)
+        case ast.ExceptHandler(name=str(name)) | ast.MatchAs(name=str(name)) | ast.MatchStar(name=str(name)):
+            yield name
+
+
+def find_undefined(blocks: list[str]) -> list[str]:
+    """Return the names that a statement uses, and that neither it, an earlier statement nor Python defines."""
+    known = {*dir(builtins), "__name__"}
+    missing = []
+    for statement in (statement for block in blocks for statement in ast.parse(block).body):
+        bound = {name for node in ast.walk(statement) for name in list_bound(node)}
+        # The targets of an assignment exist after it. What a function, a loop or a comprehension binds is its own.
+        scope = getattr(statement, "value", None) or statement
+        own = {name for node in ast.walk(scope) for name in list_bound(node)}
+        names = [node for node in ast.walk(statement) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)]
+        missing += [node.id for node in names if node.id not in known | own]
+        known |= bound
+    return missing
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_a_page_can_be_pasted_from_its_top(page: Path) -> None:
+    assert not find_undefined(BLOCK.findall(page.read_text()))
+
+
+def test_a_name_that_nothing_defines_is_found() -> None:
+    assert find_undefined(["import a.b as c, d.e\nc, d, len", "x = x + y", "x\nwith d as (f, *g): f, g"]) == ["x", "y"]
+    assert find_undefined(["def f(n): return [m for m in n] + late", "late = 1\nasync def g(): f(late)"]) == ["late"]
+    assert find_undefined(["for i in range(3): print(i)\ntry: pass\nexcept OSError as e: print(e)\nprint(j)"]) == ["j"]
