@@ -184,7 +184,7 @@ class LLM:
             self.engine.observers.append(bar)
             try:
                 for ended in run:
-                    for _, seq in ended:
+                    for _, seq in ended:  # `run` counts in the order in which it got them, and the caller in his own
                         bar.update()
                         yield order.take_number(seq), self.engine.make_output(seq)
             finally:

@@ -17,7 +17,7 @@ from nanovllm.config import EngineConfig, ResolvedConfig
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.interfaces import Scorer, StepObserver
 from nanovllm.engine.llm_engine import LLMEngine, ModelFacts
-from nanovllm.engine.pooling import LAST_TOKEN, Pooling
+from nanovllm.engine.pooling import LAST_TOKEN_POOLING, Pooling
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.models.decoder import find_decoder
 from nanovllm.models.generation_keys import check_generation_keys
@@ -333,7 +333,7 @@ def load_parser(config: ResolvedConfig, tokenizer: Tokenizer | None) -> "AnswerP
 def find_pooling(folder: Path | None, hidden_size: int) -> Pooling:
     """Return how a folder makes vectors: as the files of sentence-transformers say, else of the last hidden state."""
     if folder is None or not any((folder / name).exists() for name in ("modules.json", "1_Pooling")):
-        return LAST_TOKEN
+        return LAST_TOKEN_POOLING
     from nanovllm.features.scoring.pooling_files import read_pooling
 
     return read_pooling(folder, hidden_size)

@@ -118,6 +118,11 @@ class _OfPrompt(dict[str, Any]):
     """
 
 
+OF_EVERY_COMPLETION = ("text", "token_ids", "finish_reason", "stop_reason", "logprobs")
+OF_SOME_COMPLETIONS = ("reasoning", "tool_calls")
+"""The keys of an output that are those of its first completion: each has the first, and some have the others."""
+
+
 class _Generated(dict[str, Any]):
     """The keys that Output and Completion share. A value that was not asked for has no key; its property is None."""
 
@@ -190,8 +195,8 @@ class Output(_OfPrompt, _Generated):
         """The completions. There is a key only if there are several, so that nothing is stored twice."""
         if (outputs := self.get("outputs")) is not None:
             return outputs  # type: ignore[no-any-return]
-        shared = {name: self.get(name) for name in ("text", "token_ids", "finish_reason", "stop_reason", "logprobs")}
-        shared |= {name: self[name] for name in ("reasoning", "tool_calls") if name in self}
+        shared = {name: self.get(name) for name in OF_EVERY_COMPLETION}
+        shared |= {name: self[name] for name in OF_SOME_COMPLETIONS if name in self}
         return [Completion(index=0, **shared, cumulative_logprob=self.cumulative_logprob)]
 
 

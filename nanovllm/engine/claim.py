@@ -7,8 +7,9 @@
 A free engine has a `State`. In most states it refuses all but one or two activities. Asleep, for example, it takes only
 `wake_up`.
 
-Nobody waits for a claim: an activity is refused while another one has the engine. So a claim cannot deadlock. Two locks
-exist. One is held while the claim is taken, which calls nobody. The other is held during one step or one command.
+Nobody waits for a claim: an activity is refused while another one has the engine. So a claim cannot deadlock. There
+are two locks. `_lock` is held only while a claim is taken, and code under it calls nothing else. `_work_lock` is held
+during one step or one command.
 """
 
 import os
@@ -50,7 +51,7 @@ REFUSALS = {
 
 
 class Activity(NamedTuple):
-    """Claims an engine. Other activities are refused meanwhile; their error joins the name and the advice.
+    """Names an activity that claims an engine. Others are refused meanwhile; their error joins the name and the advice.
 
     Attributes:
         name: the method that has the engine.
@@ -162,7 +163,9 @@ class Claim:
                 self.close()
 
     def close(self) -> None:
-        """Mark the engine closed, wait for the step or command in hand, and free the engine. A fork does nothing.
+        """Mark the engine closed, wait for the step or command in hand, and free the engine.
+
+        In a forked process this does nothing.
 
         Within a step or a command, in its own thread, this does not wait: the engine is freed at the end of that.
         """

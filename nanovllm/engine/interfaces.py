@@ -35,14 +35,14 @@ class Runner(Protocol):
     """Runs steps on the device, in the order of their launch."""
 
     def launch(self, plan: StepPlan, edits: Any = None) -> Handle:
-        """Start a step and return at once.
+        """Start a step. On a GPU this returns at once. On a CPU the step is computed before it returns.
 
         Args:
             edits: the edits of the step's logits, a `StepEdits` (runner/sampler.py). Planning does not look into it.
         """
 
     def launch_layers(self, plan: StepPlan) -> Any:
-        """Start the first part of a step, its layers, and return at once. Nothing may be launched before `launch_head`.
+        """Start the first part of a step, its layers. Between this and `launch_head` nothing else may be launched.
 
         A pipeline has no such launch: it plans no sequence whose edits would need a token that is not known.
 
@@ -51,7 +51,7 @@ class Runner(Protocol):
         """
 
     def launch_head(self, layers: Any, edits: Any = None) -> Handle:
-        """Start the second part of a step, its logits and its samples, and return at once."""
+        """Start the second part of a step, its logits and its samples."""
 
     def reason_to_close(self) -> str | None:
         """Return why nothing can run after a step has failed; None if the next step can."""

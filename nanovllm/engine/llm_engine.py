@@ -19,7 +19,7 @@ from nanovllm.engine.interfaces import Editor, Handle, Runner, StepObserver
 from nanovllm.engine.interrupt import HoldInterrupt
 from nanovllm.engine.output import ParseOutput, make_output
 from nanovllm.engine.plan import StepResult
-from nanovllm.engine.pooling import LAST_TOKEN, Pooling
+from nanovllm.engine.pooling import LAST_TOKEN_POOLING, Pooling
 from nanovllm.engine.scheduled_step import ScheduledStep
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import MASK_64, Request, Sequence, check_request, derive_seed
@@ -59,7 +59,7 @@ class ModelFacts:
     eos_token_ids: frozenset[int] = frozenset()
     default_params: SamplingParams = field(default_factory=SamplingParams)
     refused_defaults: str = ""
-    pooling: Pooling = LAST_TOKEN
+    pooling: Pooling = LAST_TOKEN_POOLING
     origin: Path | str = ""
     stamps: tuple[tuple[Path, int, int, int], ...] = ()
 
@@ -240,6 +240,8 @@ class LLMEngine:
         Args:
             holder: the activity that the run belongs to.
         """
+        # The claim is held for the whole run. `work` is held during one step, so `close` from another thread waits for
+        # that step alone.
         with self.claim.held_by(holder):
             hold = HoldInterrupt(on_second=self.close)
             numbers: dict[Sequence, int] = {}
@@ -278,10 +280,13 @@ class LLMEngine:
             raise kept
 
     def _take(self, incoming: Iterator[Request | None], numbers: dict[Sequence, int], count: Iterator[int]) -> bool:
-        """Queue and number requests while fewer than 2 x max_num_seqs sequences wait. Return whether any request runs.
+        """Queue and number requests while fewer than 2 x max_num_seqs sequences wait.
 
-        next() returns None if no request is ready now, or if `incoming` has no more requests. Both cases are treated
-        alike: `run` asks again after the next step, and an iterator without items answers None again.
+        next() returns None if no request is ready now. At the end of `incoming` it returns None, too. Both cases are
+        treated alike: `run` asks again after the next step, and ends when its requests have ended.
+
+        Returns:
+            Whether a request that this run took has not ended.
         """
         most_waiting = 2 * self.config.max_num_seqs
         while len(self.scheduler.waiting) < most_waiting and (request := next(incoming, None)):

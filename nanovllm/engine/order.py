@@ -10,8 +10,8 @@ from nanovllm.engine.sequence import Request, Sequence
 class Order:
     """Hands requests to `LLMEngine.run`, and tells the number of each request that has ended.
 
-    The number is the request's place in the caller's order. Before the run starts a request, the request gets the
-    engine's numbers in that order, too, and its seed follows from them. So its tokens are the same in any order.
+    The number is the request's place in the caller's order. Requests get the engine's numbers in the
+    caller's order, too, and their seeds follow from these numbers. So its tokens are the same in any order.
 
     This class keeps the caller's order. engine/admission.py and features/adapters/groups.py have classes that change
     it: they override `list_requests`.

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Iterable
 
-from nanovllm.engine.pooling import LAST_TOKEN, Pooling
+from nanovllm.engine.pooling import LAST_TOKEN_POOLING, Pooling
 from nanovllm.engine.sequence import Sequence
 from nanovllm.outputs import Completion, Logprob, Output, RequestMetrics
 from nanovllm.text.tokenizer import Tokenizer
@@ -13,7 +13,7 @@ ParseOutput = Callable[[Sequence, Output], None]
 
 
 def make_output(
-    seq: Sequence, tokenizer: Tokenizer | None, parse: ParseOutput | None = None, pooling: Pooling = LAST_TOKEN
+    seq: Sequence, tokenizer: Tokenizer | None, parse: ParseOutput | None = None, pooling: Pooling = LAST_TOKEN_POOLING
 ) -> Output:
     """Make the Output of a prompt whose completions have all ended.
 

@@ -106,5 +106,5 @@ class Pooling:
         return vector
 
 
-LAST_TOKEN = Pooling()
+LAST_TOKEN_POOLING = Pooling()
 """The pooling of a folder that says nothing about it."""

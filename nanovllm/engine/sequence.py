@@ -84,9 +84,9 @@ class PromptScores:
 
     Attributes:
         next_target: index of the first prompt token whose score is wanted and is not planned yet. It is at least the
-            number of prompt tokens if none is left to score. If the prompt is embedded, it is 1 + the index of the
-            first token whose hidden state is wanted and not planned yet: the score of the next token would need this
-            state, too.
+            number of prompt tokens if none is left to score. If the prompt is embedded, this is i + 1,
+            where i is the first token whose hidden state is wanted and not planned yet. Token i must be computed both
+            for its state and for the score of token i + 1.
         logprobs: {token id: log-probability} per prompt token whose score was read. Tokens that are not scored have
             None.
         embedding: the sum of the wanted hidden states that were read, float64 [hidden]; None before the first one.

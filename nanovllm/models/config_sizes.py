@@ -1,4 +1,4 @@
-"""Checks the sizes of a config.json before a module is built: their range, and that they are those of the checkpoint.
+"""Checks the sizes in config.json before a module is built. headers.py compares them with the checkpoint.
 
 A list as long as the number of layers is made by transformers, and modules by us. So a number that is far too large
 would take all memory, or run for hours, before any tensor showed that it is wrong.

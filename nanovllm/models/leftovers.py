@@ -102,7 +102,9 @@ def are_sines(values: Tensor, config: "PretrainedConfig") -> bool:
 
 
 def _are_cached(values: Tensor, config: "PretrainedConfig", function: Callable[[Tensor], Tensor]) -> bool:
-    rows = values.flatten(0, -2)[:ROWS] if values.dim() > 1 else values
+    if values.dim() < 2:
+        return False
+    rows = values.flatten(0, -2)[:ROWS]
     positions = torch.arange(len(rows), dtype=torch.float32)
     for frequencies, factor in list_rotations(config):
         own = function(torch.outer(positions, frequencies)) * factor

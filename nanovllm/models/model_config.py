@@ -194,7 +194,11 @@ def load_model_config(data: dict[str, Any], source: str) -> "PretrainedConfig":
         raise ValueError(f"{source} has an auto_map: it needs code of its own, and code from models is never run here")
     check_limits(data, source)
     data = read_quantization(read_dtypes(data, source))
-    config_class = getattr(transformers, FAMILIES[architecture].config_class)
+    class_name = FAMILIES[architecture].config_class
+    config_class = getattr(transformers, class_name, None)
+    if config_class is None:
+        found = transformers.__version__
+        raise ValueError(f"{source}: {architecture} needs {class_name}, which transformers {found} does not have")
     if data.get("model_type", config_class.model_type) != config_class.model_type:
         raise refuse(
             data["model_type"], f"{source}: model_type", f'"{config_class.model_type}", as {architecture} has it'
@@ -231,6 +235,9 @@ def _check(config: "PretrainedConfig", source: str) -> None:
     for name, value in rope.items():
         if isinstance(value, float) and not math.isfinite(value):
             fail(f"{name} of the rope parameters is {value}; it must be finite")
+    for name, number in (("rms_norm_eps", config.rms_norm_eps), ("rope_theta", rope.get("rope_theta", 1.0))):
+        if not number > 0:  # so NaN fails, too
+            fail(f"{name} is {quote(number)}; it must be above 0")
     check_sizes(config, source)
 
 

@@ -249,11 +249,19 @@ def name_canonically(names: Iterable[str]) -> dict[str, str]:
     """Return {name: the name that the model knows it by}. A checkpoint without an LM head has no "model." there.
 
     In a checkpoint that has other parts, such as one for pictures, "language_model." stands before the names as well.
+
+    Raises:
+        ValueError: two names stand for one tensor of the model, so nobody can know which one is meant.
     """
     names = list(names)
     prefix = "" if any(name.startswith("model.") for name in names) else "model."
     canonical = {name: name if name.startswith("lm_head.") else prefix + name for name in names}
-    return {name: own.replace("model.language_model.", "model.", 1) for name, own in canonical.items()}
+    canonical = {name: own.replace("model.language_model.", "model.", 1) for name, own in canonical.items()}
+    first: dict[str, str] = {}
+    for name, own in canonical.items():
+        if first.setdefault(own, name) != name:
+            raise ValueError(f"the checkpoint has {own} twice, as {quote(first[own])} and as {quote(name)}: remove one")
+    return canonical
 
 
 @contextmanager

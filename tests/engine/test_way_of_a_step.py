@@ -52,7 +52,8 @@ def test_a_step_passes_through_few_functions(backend: str) -> None:
     if backend == "cpu" and (reason := CpuBackend.why_cannot(torch.device("cpu"))):
         pytest.skip(reason)
     names = [name for _, name in find_way(backend)]
-    assert names[0] == "LLM.generate" and names[-2:] == ["Attention.forward", "attend"]
+    names = names[names.index("LLM.generate") :]
+    assert names[-2:] == ["Attention.forward", "attend"]
     assert len(names) <= MOST_FRAMES, names
 
 

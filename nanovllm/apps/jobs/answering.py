@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from nanovllm.outputs import Output
 
 LINES_PREPARED = 64
-"""So many lines are read and tokenised before the engine asks for them: by a thread, while steps run."""
+"""A thread reads and tokenises up to this many lines ahead, while steps run."""
 
 
 class RunningLine(NamedTuple):
@@ -37,7 +37,7 @@ class Answering:
 
         lines -> read -> prepare (by a thread, ahead) -> admission -> adapters -> engine -> write
 
-    A line that is wrong leaves this way where that is found: its error is written as its result.
+    A wrong line leaves this path at the stage that finds the error. That stage writes the error as the line's result.
 
     Attributes:
         write: is called with each result.

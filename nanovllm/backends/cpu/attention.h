@@ -194,7 +194,7 @@ ALWAYS_INLINE void add_values(const CachedHead<T, CODES>& head, QueryRows querie
     if (is_gathered) multiply(0, tile.keys, at.gathered);
 }
 
-// Step 5: out = sums / totals. `out` is that of the first token, and its tokens are `stride` elements apart.
+// Step 5: out = sums / totals. `out` points to the first token's output; the next token's is `stride` elements later.
 template <class T, class P>
 ALWAYS_INLINE void write_rows(QueryRows queries, int64_t dim, int64_t stride, const Attention<T, P>& at,
                               typename T::element* out) {
@@ -245,7 +245,7 @@ void attend(const void* q, const void* keys, const void* values, const float* ke
             float scale) {
     using E = typename T::element;
     const Cache cache = {keys, values, key_scales, value_scales};
-    struct Queries { int64_t seq, first_piece; };  // the number of its sequence's first one
+    struct Queries { int64_t seq, first_piece; };  // first_piece: the index in `pieces` of its sequence's first piece
     const int64_t most = std::max<int64_t>(QUERY_ROWS / group, 1);
     std::vector<Queries> pieces;
     for (int64_t s = 0; s < num_seqs; ++s) {

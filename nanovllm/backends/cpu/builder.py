@@ -52,8 +52,9 @@ def main() -> None:
     else:
         while os.getppid() == parent and not select.select([sys.stdin], [], [], BEAT)[0]:
             pass
-        with suppress(ProcessLookupError):
-            os.killpg(compiler.pid, signal.SIGKILL)
+        if compiler.returncode is None:  # otherwise its number may belong to others by now
+            with suppress(ProcessLookupError):
+                os.killpg(compiler.pid, signal.SIGKILL)
     shutil.rmtree(folder, ignore_errors=True)
     os._exit(0)  # the thread that waits for the compiler may still print
 
@@ -93,12 +94,15 @@ def make_folder(place: str) -> str:
     """Make a folder in `place`, which this process has locked as long as it lives."""
     while True:
         folder = tempfile.mkdtemp(prefix=PREFIX, dir=place)
-        lock = os.open(folder, os.O_RDONLY)
+        try:
+            lock = os.open(folder, os.O_RDONLY)
+        except FileNotFoundError:  # another process has taken it for what a killed one left
+            continue
         with suppress(OSError):  # a file system without locks
             fcntl.flock(lock, fcntl.LOCK_EX)
         if os.path.exists(folder):
             return folder
-        os.close(lock)  # another process has just taken it for what a killed one left
+        os.close(lock)  # it was taken before it was locked
 
 
 def remove_remains(place: Path) -> None:

@@ -124,7 +124,7 @@ def _read_mode(source: Path) -> tuple[Literal["last", "first", "mean"], bool]:
     if asked is None:
         asked = [mode for key, mode in OLD_MODES.items() if data.get(key)] or "mean"
     modes = [asked] if isinstance(asked, str) else asked
-    if not isinstance(modes, list) or len(modes) != 1 or modes[0] not in MODES:
+    if not isinstance(modes, list) or len(modes) != 1 or modes[0] not in [*MODES]:
         raise refuse(asked, f"{source}: pooling_mode", f"one of {', '.join(MODES)}: nothing else can be had")
     return MODES[modes[0]], as_bool(data.get("include_prompt", True), f"{source}: include_prompt")
 
@@ -148,7 +148,7 @@ def _read_dense(folder: Path, size: int) -> Dense:
         raise ValueError(f"{source}: use_residual is true, which is not supported")
     _refuse_keys(source, data, OF_DENSE)
     activation = data.get("activation_function", TANH)
-    if activation not in ACTIVATIONS:
+    if activation not in [*ACTIVATIONS]:
         raise refuse(activation, f"{source}: activation_function", f"one of {', '.join(ACTIVATIONS)}")
     out_size = as_integer(data.get("out_features"), f"{source}: out_features", 1)
     shapes = {"linear.weight": [out_size, size]}
@@ -162,6 +162,9 @@ def _read_dense(folder: Path, size: int) -> Dense:
     found = {name: list(tensor.shape) for name, tensor in tensors.items()}
     if found != shapes:
         raise ValueError(f"{weights} has tensors of the shapes {quote(found)}; they must be {shapes}")
+    for name, tensor in tensors.items():
+        if not tensor.is_floating_point() or not tensor.isfinite().all():
+            raise ValueError(f"{weights}: {name} has values that are no finite numbers of a floating-point type")
     arrays = {name: tensor.float().numpy() for name, tensor in tensors.items()}
     return Dense(arrays["linear.weight"], arrays.get("linear.bias"), ACTIVATIONS[activation])
 
@@ -201,4 +204,5 @@ def _read_max_tokens(folder: Path) -> int | None:
         return as_integer(limit, f"{source}: max_seq_length", 1)
     path = folder / "tokenizer_config.json"
     limit = read_json(path).get("model_max_length") if path.is_file() else None
-    return limit if isinstance(limit, int) and limit > 0 else None  # transformers' "no limit" is a float here
+    is_limit = isinstance(limit, int) and not isinstance(limit, bool) and limit > 0
+    return limit if is_limit else None  # transformers' "no limit" is a float here
