@@ -170,6 +170,10 @@ def read_tool_calls(tool_calls: Any, index: int) -> list[dict[str, Any]]:
                 raise ValueError(
                     f"message {index} calls a tool with the arguments {quote(arguments)}; they must be JSON"
                 ) from None
+        if not isinstance(arguments, Mapping):
+            raise ValueError(
+                f"message {index} calls a tool with the arguments {quote(arguments)}; they must be an object"
+            )
         parsed = {**function, "arguments": arguments}
         calls.append({**call, "function": parsed} if "function" in call else parsed)
     return calls
