@@ -119,8 +119,8 @@ class Tokenizer:
             key=len,
             reverse=True,
         )
-        self.find_forms: Callable[[str, bool], dict[str, Any]] = lru_cache(MOST_TEMPLATES)(lambda *template: {})
-        """Returns the dict in which conversations.py keeps what it has found out about a chat template."""
+        self.find_forms: Callable[[str, str], dict[str, Any]] = lru_cache(MOST_TEMPLATES)(lambda *template: {})
+        """Returns the dict in which conversations.py keeps what it has found out about a chat template with options."""
         self._special_tokens = re.compile("|".join(map(re.escape, texts))) if texts else None
 
     @staticmethod

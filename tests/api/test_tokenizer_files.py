@@ -111,7 +111,8 @@ def test_tokens_that_tokenizer_config_alone_has_are_added(tmp_path: Path) -> Non
 @pytest.mark.parametrize("adds", [False, True])
 def test_the_texts_own_bos_tokens_stay_and_one_is_added_where_there_is_none(adds: bool, tmp_path: Path) -> None:
     file = make_tokenizer()
-    bos, a = file.token_to_id(END), file.token_to_id("a")
+    bos = file.token_to_id(END)
+    a = file.token_to_id("a")
     if adds:
         file.post_processor = processors.TemplateProcessing(single=f"{END} $A", special_tokens=[(END, bos)])
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": END}
