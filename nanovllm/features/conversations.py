@@ -71,59 +71,131 @@ class ChatTemplate:
         # A model may have several templates, which have names.
         template = self._tokenizer.get_chat_template(options.get("chat_template"), options.get("tools"))
         self._options = {"add_generation_prompt": True, **options, "chat_template": template}
-        self._forms: dict[str, ContentForm] = tokenizer.find_forms(template, bool(options.get("tools")))
+        self._forms: dict[str, ContentForm] = {}
         """The form of each role's contents, for the roles that conversations had so far."""
+        self._probe_options = {**self._options, "add_generation_prompt": False, "continue_final_message": False}
+        try:
+            key = json.dumps(self._probe_options)
+        except (TypeError, ValueError, RecursionError):  # a function as a tool, for example; nothing is kept
+            return
+        # The options count, too: one of them may decide which form the template takes.
+        self._forms = tokenizer.find_forms(template, key)
 
     def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """Write a conversation as text. Unless the options say otherwise, it ends with the opening of an answer."""
-        shaped = [self._shape(message) for message in messages]
+        roles = {message["role"] for message in messages if message.get("content") is not None}
+        forms = {role: self._find_form(role, messages) for role in roles}
+        shaped = [shape_message(message, forms.get(message["role"], ContentForm.TEXT)) for message in messages]
         text: str = self._tokenizer.apply_chat_template(shaped, tokenize=False, **self._options)
         return text
 
-    def _shape(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return a message whose content has the form that the template takes."""
-        content = message.get("content")
-        if content is None:  # a message with tool_calls has no content
-            return message
-        role = message["role"]
-        if role not in self._forms:
-            self._forms[role] = self._find_form(role)
-        form = self._forms[role]
-        if isinstance(content, list) and form in (ContentForm.TEXT, ContentForm.ONE_PART):
-            content = "\n".join(part["text"] for part in content)
-        if isinstance(content, str) and form in (ContentForm.PARTS, ContentForm.ONE_PART):
-            content = [{"type": "text", "text": content}]
-        return {**message, "content": content}
+    def _find_form(self, role: str, messages: Sequence[Mapping[str, Any]]) -> ContentForm:
+        """Find out in which form the template takes the contents of a role in this conversation.
 
-    def _find_form(self, role: str) -> ContentForm:
-        """Find out in which form the template takes the contents of a role: let it write two words in each form."""
+        Raises:
+            ValueError: the template uses what a user says, and writes it in no form.
+        """
+        if role in self._forms:
+            return self._forms[role]
+        for talk in list_talks(role):
+            form = self._find_form_in(talk, role)
+            if form is not None:
+                self._forms[role] = form
+                return form
+        # Such conversations may be refused, and this one may not be. What it shows may not hold for others.
+        form = self._find_form_in(messages, role)
+        if form is not None:
+            return form
+        # A template may leave out a role, as it then does in transformers. Few leave out what a user says.
+        own = [message for message in messages if message["role"] == role and message.get("content")]
+        words = "".join(shape_message(message, ContentForm.TEXT)["content"] for message in own)
+        if role == "user" and words.strip() and self._uses_contents(messages, role):
+            raise ValueError(
+                f"it does not write the content of the role {role!r}, neither a string nor parts of the type 'text'"
+            )
+        return ContentForm.TEXT
+
+    def _find_form_in(self, talk: Sequence[Mapping[str, Any]], role: str) -> ContentForm | None:
+        """Let the template write two words in each form, as a role's contents in a conversation.
+
+        Other roles without a known form have strings at first, and then parts.
+
+        Returns:
+            the form in which it writes the words; None if it writes them in no form.
+        """
         parts = [{"type": "text", "text": word, STRANGER: ""} for word in WORDS]
-        takes_text = self._writes(WORDS[:1], role, WORDS[0])
-        if self._writes(WORDS, role, parts):
-            return ContentForm.BOTH if takes_text else ContentForm.PARTS
-        if not takes_text and self._writes(WORDS[:1], role, parts[:1]):
-            return ContentForm.ONE_PART
-        # If it writes none of them, it may refuse such a conversation.
-        return ContentForm.TEXT if takes_text or role == "user" else self._forms["user"]
+        for other_form in (ContentForm.TEXT, ContentForm.PARTS):
+            shaped = [shape_message(message, self._forms.get(message["role"], other_form)) for message in talk]
+            takes_text = self._writes(WORDS[:1], shaped, role, WORDS[0])
+            if self._writes(WORDS, shaped, role, parts):
+                return ContentForm.BOTH if takes_text else ContentForm.PARTS
+            if takes_text:
+                return ContentForm.TEXT
+            if self._writes(WORDS[:1], shaped, role, parts[:1]):
+                return ContentForm.ONE_PART
+        return None
 
-    def _writes(self, words: Sequence[str], role: str, content: Any) -> bool:
-        """Return whether the template writes these words when a message of this role has this content."""
-        message = {"role": role, "content": content}
-        talk: list[Mapping[str, Any]] = [message]
-        if role != "user":
-            question = self._shape({"role": "user", "content": "hello"})
-            call = {"role": "assistant", "content": "", "tool_calls": [CALL]}
-            answer = {**message, "tool_call_id": CALL["id"], "name": "f"}
-            talks = {"system": [message, question], "assistant": [question, message, question]}
-            talk = talks.get(role, [question, call, answer])
-        options = {**self._options, "add_generation_prompt": False, "continue_final_message": False}
-        try:
-            text = self._tokenizer.apply_chat_template(talk, tokenize=False, **options)
-        except Exception:  # any error in the template's code
+    def _writes(self, words: Sequence[str], talk: Sequence[Mapping[str, Any]], role: str, content: Any) -> bool:
+        """Return whether the template writes these words when the messages of this role have this content."""
+        text = self._try(replace_contents(talk, role, content))
+        if text is None:
             return False
+        text = text.lower()  # a template may write capital letters
         # A template that writes a list of parts as JSON says so itself. Python's form comes where it expects a string.
         is_as_python = STRANGER in text and json.dumps(content) not in text
         return not is_as_python and all(word in text for word in words)
+
+    def _uses_contents(self, messages: Sequence[Mapping[str, Any]], role: str) -> bool:
+        """Return whether the template writes a conversation, and fails if a role's contents are neither text nor list.
+
+        A template that leaves them out writes both.
+        """
+        texts = [shape_message(message, ContentForm.TEXT) for message in messages]
+        return self._try(texts) is not None and self._try(replace_contents(texts, role, 0)) is None
+
+    def _try(self, messages: Sequence[Mapping[str, Any]]) -> str | None:
+        """Return a conversation as text, without the opening of an answer; None if the template refuses it."""
+        try:
+            text: str = self._tokenizer.apply_chat_template(messages, tokenize=False, **self._probe_options)
+        except Exception:  # any error in the template's code
+            return None
+        return text
+
+
+def list_talks(role: str) -> list[list[dict[str, Any]]]:
+    """Return conversations in which a role speaks, for finding out about a template. Some want a system message."""
+    system: dict[str, Any] = {"role": "system", "content": "hello"}
+    question: dict[str, Any] = {"role": "user", "content": "hello"}
+    if role == "system":
+        return [[system, question]]
+    call = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+    answer = {"role": role, "content": "hello", "tool_call_id": CALL["id"], "name": "f"}
+    talk: list[dict[str, Any]] = [question, call, answer]
+    if role == "user":
+        talk = [question]
+    if role == "assistant":
+        talk = [question, {"role": role, "content": "hello"}, question]
+    return [talk, [system, *talk]]
+
+
+def replace_contents(messages: Sequence[Mapping[str, Any]], role: str, content: Any) -> list[Mapping[str, Any]]:
+    """Return the messages, with another content for those of one role that have one."""
+    return [
+        {**message, "content": content} if message["role"] == role and message.get("content") is not None else message
+        for message in messages
+    ]
+
+
+def shape_message(message: Mapping[str, Any], form: ContentForm) -> Mapping[str, Any]:
+    """Return a message whose content has a form that the template takes."""
+    content = message.get("content")
+    if content is None:  # a message with tool_calls has no content
+        return message
+    if isinstance(content, list) and form in (ContentForm.TEXT, ContentForm.ONE_PART):
+        content = "\n".join(part["text"] for part in content)
+    if isinstance(content, str) and form in (ContentForm.PARTS, ContentForm.ONE_PART):
+        content = [{"type": "text", "text": content}]
+    return {**message, "content": content}
 
 
 def read_conversation(messages: Any) -> list[dict[str, Any]]:
@@ -170,6 +242,10 @@ def read_tool_calls(tool_calls: Any, index: int) -> list[dict[str, Any]]:
                 raise ValueError(
                     f"message {index} calls a tool with the arguments {quote(arguments)}; they must be JSON"
                 ) from None
+        if not isinstance(arguments, Mapping):
+            raise ValueError(
+                f"message {index} calls a tool with the arguments {quote(arguments)}; they must be an object"
+            )
         parsed = {**function, "arguments": arguments}
         calls.append({**call, "function": parsed} if "function" in call else parsed)
     return calls

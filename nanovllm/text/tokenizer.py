@@ -119,8 +119,8 @@ class Tokenizer:
             key=len,
             reverse=True,
         )
-        self.find_forms: Callable[[str, bool], dict[str, Any]] = lru_cache(MOST_TEMPLATES)(lambda *template: {})
-        """Returns the dict in which conversations.py keeps what it has found out about a chat template."""
+        self.find_forms: Callable[[str, str], dict[str, Any]] = lru_cache(MOST_TEMPLATES)(lambda *template: {})
+        """Returns the dict in which conversations.py keeps what it has found out about a chat template with options."""
         self._special_tokens = re.compile("|".join(map(re.escape, texts))) if texts else None
 
     @staticmethod
@@ -173,11 +173,19 @@ class Tokenizer:
 
         Args:
             add_special_tokens: put the tokenizer's special tokens around each text. A text that begins with the bos
-                token gets no second one.
+                token gets no second one. The bos tokens of the text itself all stay.
         """
         encodings = self._backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
         bos = self._bos_token_id
-        return [e.ids[1:] if bos is not None and e.ids[:2] == [bos, bos] else e.ids for e in encodings]
+        if not add_special_tokens or not self._adds_bos:  # each bos token is the text's own
+            return [e.ids for e in encodings]
+        return [e.ids[1:] if e.ids[:2] == [bos, bos] else e.ids for e in encodings]
+
+    @cached_property
+    def _adds_bos(self) -> bool:
+        """Whether the bos token is among the special tokens that the tokenizer puts around a text, in front of it."""
+        bos = self._bos_token_id
+        return bos is not None and self._backend.encode("", add_special_tokens=True).ids[:1] == [bos]
 
     def decode(self, token_ids: Seq[int], skip_special_tokens: bool, prompt: Seq[int] = ()) -> str:
         """Return the text of token_ids when they follow a prompt: see `decode_after`.

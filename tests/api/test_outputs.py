@@ -523,6 +523,46 @@ def test_contents_get_the_form_that_the_template_takes(body: str, prompt: str, l
         assert llm.render_chat(apart, options) == llm.render_chat(whole, options)
 
 
+def test_an_option_that_decides_the_form_spoils_no_other_chat(llm: LLM) -> None:
+    talk = [{"role": "user", "content": "hi"}]
+    needs = "{{ raise_exception('no x') if x is not defined }}" + BODY.replace("BODY", LOOP)
+    with pytest.raises(ValueError, match="no x"):
+        llm.render_chat(talk, {"chat_template": needs})
+    assert llm.render_chat(talk, {"chat_template": needs, "x": 1})["prompt"] == "[user]hi/"
+    text = "{% if m.content is string %}{{ m.content }}{% endif %}"
+    switches = BODY.replace("BODY", "{% if x %}" + LOOP + "{% else %}" + text + "{% endif %}")
+    for x in (False, True, False, [1], {1, 2}, []):  # a set is no JSON
+        options = {"chat_template": switches, "x": x}
+        assert llm.render_chat(talk, options)["prompt"] == ("[user]hi/" if x else "[user]hi")
+
+
+@pytest.mark.parametrize("form", [LOOP, "{{ m.content + '/' }}"])
+@pytest.mark.parametrize("need", ["messages[0].role == 'system'", "messages | length == 4"])
+def test_contents_are_written_where_the_template_refuses_other_conversations(need: str, form: str, llm: LLM) -> None:
+    template = "{{ raise_exception('no') if not (" + need + ") }}" + BODY.replace("BODY", form)
+    roles = ("system", "user", "assistant", "tool")
+    talk = [{"role": role, "content": f"c{i}"} for i, role in enumerate(roles)]
+    whole = "".join(f"[{message['role']}]{message['content']}/" for message in talk)
+    assert llm.render_chat(talk, {"chat_template": template})["prompt"] == whole
+
+
+def test_a_role_that_the_template_leaves_out_is_left_out_and_a_users_words_are_not_lost(llm: LLM) -> None:
+    talk = [{"role": "system", "content": "be"}, {"role": "user", "content": "hi"}]
+    reads = "{% set c = m.content %}{% if m.role == 'user' %}{{ c }}{% endif %}"
+    for body in (reads, "{% if m.role == 'user' %}" + LOOP + "{% endif %}", "{{ m.content | upper }}", ""):
+        template = BODY.replace("BODY", body)
+        given = [{**m, "content": [{"type": "text", "text": m["content"]}]} if "part" in body else m for m in talk]
+        theirs = llm.tokenizer.apply_chat_template(given, chat_template=template, tokenize=False)
+        assert llm.render_chat(talk, {"chat_template": template})["prompt"] == theirs
+    parts = [{"role": "user", "content": ["hi", "you"]}]
+    upper = BODY.replace("BODY", "{{ m.content | upper }}")
+    assert llm.render_chat(parts, {"chat_template": upper})["prompt"] == "[user]HI\nYOU"
+    strange = BODY.replace("BODY", LOOP.replace("'text'", "'input_text'"))
+    with pytest.raises(ValueError, match="does not write the content of the role 'user'"):
+        llm.render_chat(talk, {"chat_template": strange})
+    assert llm.render_chat([{"role": "user", "content": ""}], {"chat_template": strange})["prompt"] == "[user]"
+
+
 def test_each_of_several_named_templates_has_its_own_form(reciter: Path, tmp_path: Path) -> None:
     shutil.copytree(reciter, tmp_path, dirs_exist_ok=True)
     templates = [

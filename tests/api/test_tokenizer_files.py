@@ -108,6 +108,22 @@ def test_tokens_that_tokenizer_config_alone_has_are_added(tmp_path: Path) -> Non
         assert tokenizer.decode([size, size + 1], True) == "<tool>"
 
 
+@pytest.mark.parametrize("adds", [False, True])
+def test_the_texts_own_bos_tokens_stay_and_one_is_added_where_there_is_none(adds: bool, tmp_path: Path) -> None:
+    file = make_tokenizer()
+    bos = file.token_to_id(END)
+    a = file.token_to_id("a")
+    if adds:
+        file.post_processor = processors.TemplateProcessing(single=f"{END} $A", special_tokens=[(END, bos)])
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": END}
+    tokenizer = ModelTokenizer(save(tmp_path, file, **settings))
+    texts = [END * count + "a" for count in range(4)]
+    own = [[bos] * count + [a] for count in range(4)]
+    assert own == [tokenizer.transformers.encode(text, add_special_tokens=False) for text in texts]
+    assert tokenizer.encode_batch(texts, add_special_tokens=False) == own
+    assert tokenizer.encode_batch(texts) == ([[bos, a], *own[1:]] if adds else own)
+
+
 @pytest.mark.parametrize("name", ["tokenizer.model", "tekken.json"])
 def test_a_tokenizer_in_another_format_is_named_with_the_way_to_convert_it(
     name: str, random_model: Path, tmp_path: Path

@@ -46,6 +46,12 @@ def test_no_arguments_are_an_empty_object(arguments: Any) -> None:
     assert read_conversation(ask(arguments))[1]["tool_calls"][0]["function"]["arguments"] == {}
 
 
+@pytest.mark.parametrize("arguments", ["5", "null", '"x"', "[1]", 7, [1]])
+def test_arguments_that_are_no_object_are_an_error_that_names_the_message(arguments: Any) -> None:
+    with pytest.raises(ValueError, match=r"message 1 calls a tool with the arguments .* must be an object"):
+        read_conversation(ask(arguments))
+
+
 @pytest.mark.parametrize("calls", ["add", [3], [{"function": "add"}], [{"function": {"arguments": "{"}}]])
 def test_a_bad_call_is_an_error_that_names_the_message(calls: Any) -> None:
     messages = ask("{}")
