@@ -434,7 +434,7 @@ def test_edits_and_grammars(speller: Path, monkeypatch: pytest.MonkeyPatch) -> N
                 card = current_card()
                 overlaps.append(not has_passed(card.stream.now(), card.timeline.host))
             result = function(*arguments)
-            order.append(word if word != "graph" else arguments[1])  # CudaGraphs.run(part, ...)
+            order.append(word if word != "graph" else arguments[1])  # CudaGraphs.replay(part, size)
             return result
 
         monkeypatch.setattr(owner, method, noted)
@@ -447,7 +447,7 @@ def test_edits_and_grammars(speller: Path, monkeypatch: pytest.MonkeyPatch) -> N
     ]
     prompts = ["ab", "the cat", "xyz", "d"]
     expected = tokens(expect(speller, params, prompts))
-    note(CudaGraphs, "run", "graph")
+    note(CudaGraphs, "replay", "graph")
     note(StepHandle, "result", "read")
     note(editing, "collect_edits", "masks")
     assert tokens(serve(speller, params, prompts)) == expected
