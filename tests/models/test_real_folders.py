@@ -435,3 +435,13 @@ def test_sizes_other_than_the_checkpoint_s_are_refused_before_memory_is_taken(
     monkeypatch.setattr("nanovllm.load.Sizes", take_memory)
     edit_json(llama / "config.json", **changes)
     assert words in fail(llama)
+
+
+def test_one_tensor_under_two_names_is_refused(tmp_path: Path) -> None:
+    """Nobody can know which of the two is meant; the later one would win without a word."""
+    save_random(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["model.language_model.embed_tokens.weight"] = torch.zeros_like(tensors["model.embed_tokens.weight"])
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"model\.embed_tokens\.weight twice"):
+        LLM(str(tmp_path), **OPTIONS)
