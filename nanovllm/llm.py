@@ -573,7 +573,7 @@ class LLM:
     def __reduce__(self) -> NoReturn:
         raise TypeError(
             "an LLM cannot be pickled or copied: it holds weights, a KV cache and processes; make one where it is "
-            "needed (in Ray's actors: nanovllm.apps.ray.data.RayLLM)"
+            "needed (in Ray's actors: nanovllm.ray.RayLLM)"
         )
 
     def __enter__(self) -> "LLM":

@@ -1,6 +1,6 @@
 """A model for EleutherAI's lm-evaluation-harness. Importing this module registers it there as "nanovllm":
 
-import nanovllm.apps.lm_eval
+import nanovllm.lm_eval
 lm_eval.simple_evaluate(model="nanovllm", model_args="pretrained=Qwen/Qwen3-0.6B", tasks=["hellaswag"])
 """
 

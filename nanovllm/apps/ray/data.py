@@ -2,7 +2,7 @@
 
 import ray
 from nanovllm import SamplingParams
-from nanovllm.apps.ray.data import RayLLM, actors
+from nanovllm.ray import RayLLM, actors
 rows = [{"messages": [{"role": "user", "content": f"what is {n} + 17?"}]} for n in range(3, 103)]
 outputs = ray.data.from_items(rows).map_batches(
     RayLLM,
