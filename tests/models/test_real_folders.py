@@ -114,6 +114,7 @@ IDLE: dict[str, dict[str, Tensor]] = {
 }
 DOUBTFUL = {
     "frequencies": ({"model.rotary_emb.inv_freq": FREQUENCIES**1.2}, "inv_freq is not what config.json's rope_theta"),
+    "a number": ({f"{ATTENTION}.rotary_emb.cos_cached": torch.tensor(1.0)}, "the cached cosines are not what"),
     "sines": ({f"{ATTENTION}.rotary_emb.cos_cached": SINES}, "cached cosines are not what config.json's rope_theta"),
     "scale": ({f"{ATTENTION}.k_scale": -ONE}, "a scale of the KV cache is not a positive number"),
     "mask": ({f"{ATTENTION}.bias": torch.ones(9, 9)}, "a mask hides other tokens"),
@@ -413,6 +414,19 @@ def test_a_size_that_no_model_has_is_refused_before_anything_is_made(name: str, 
 def test_a_size_below_one_is_refused(name: str, number: int, llama: Path) -> None:
     edit_json(llama / "config.json", **{name: number, "layer_types": None})
     assert name in fail(llama)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"rms_norm_eps": -1.0}, "rms_norm_eps is -1.0; it must be above 0"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan; it must be above 0"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 0.0}}, "rope_theta is 0.0; it must be above 0"),
+    ],
+)
+def test_a_number_that_makes_every_answer_nan_is_refused(changes: dict[str, Any], words: str, llama: Path) -> None:
+    edit_json(llama / "config.json", **changes)
+    assert words in fail(llama)
 
 
 @pytest.mark.parametrize(

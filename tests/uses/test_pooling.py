@@ -11,7 +11,7 @@ import pytest
 import torch
 from helpers.batch_jobs import read_answers, write_lines
 from helpers.tiny import BLOCK, SMALL, draw_prompts, edit_json
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch.nn.functional import normalize
 from transformers import Qwen3ForCausalLM
 
@@ -211,6 +211,12 @@ def change_dense(**changes: Any) -> Callable[[Path], None]:
     return lambda folder: edit_json(folder / "2_Dense" / "config.json", **changes)
 
 
+def fill_dense_with_nan(folder: Path) -> None:
+    path = folder / "2_Dense" / "model.safetensors"
+    tensors = load_file(path)
+    save_file(tensors | {"linear.weight": torch.full_like(tensors["linear.weight"], torch.nan)}, path)
+
+
 def change_text(**changes: Any) -> Callable[[Path], None]:
     return lambda folder: edit_json(folder / "sentence_bert_config.json", **changes)
 
@@ -242,6 +248,9 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "no file": (lambda folder: (folder / "1_Pooling" / "config.json").unlink(), "1_Pooling/config.json cannot be read"),
     "relu": (change_dense(activation_function="torch.nn.ReLU"), "activation_function is 'torch.nn.ReLU'"),
     "tokens": (change_dense(module_input_name="token_embeddings"), "module_input_name is 'token_embeddings'"),
+    "modes in lists": (change_pooling(pooling_mode=[["mean"]]), r"pooling_mode is \[\['mean'\]\]"),
+    "activations": (change_dense(activation_function=["torch.nn.Tanh"]), r"activation_function is \['torch.nn.Tanh'\]"),
+    "not finite": (fill_dense_with_nan, "linear.weight has values that are no finite numbers"),
     "residual": (change_dense(use_residual=True), "use_residual is true"),
     "size": (change_dense(in_features=3, out_features=5), r"tensors of the shapes .*; they must be .*\[5, 64\]"),
     "no weights": (lambda folder: (folder / "2_Dense" / "model.safetensors").unlink(), "model.safetensors cannot be"),
