@@ -537,7 +537,7 @@ def test_preemption_an_abort_and_a_failed_step(dense: Path) -> None:
         for _ in llm.stream(prompts, SamplingParams(max_tokens=2, ignore_eos=True)):
             break
         with (
-            mock.patch.object(llm.engine.runner.device_rows, "update", side_effect=RuntimeError("an error in a step")),
+            mock.patch.object(llm.engine.runner.device_rows, "add_blocks", side_effect=RuntimeError("an error in a step")),
             pytest.raises(RuntimeError, match="an error in a step"),
         ):
             llm.generate(prompts[:1], params[0], use_tqdm=False)
@@ -545,7 +545,7 @@ def test_preemption_an_abort_and_a_failed_step(dense: Path) -> None:
         assert llm.stats()["num_preemptions"] > 0
         with (
             mock.patch.object(torch.cuda, "synchronize", side_effect=RuntimeError("CUDA error: device-side assert")),
-            mock.patch.object(llm.engine.runner.device_rows, "update", side_effect=RuntimeError("CUDA error")),
+            mock.patch.object(llm.engine.runner.device_rows, "add_blocks", side_effect=RuntimeError("CUDA error")),
             pytest.raises(RuntimeError, match="CUDA error"),
         ):
             llm.generate(prompts[:1], params[0], use_tqdm=False)
