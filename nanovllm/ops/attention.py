@@ -44,7 +44,25 @@ class CacheSize(NamedTuple):
     kv_dtype: torch.dtype
 
 
-def attend_reference(q: Tensor, cache: KVCache, inputs: StepInputs, scale: float) -> Tensor:
+class AttentionVariant(NamedTuple):
+    """How a layer's attention differs from plain causal attention. A layer of plain causal attention has no variant.
+
+    Attributes:
+        window: a query sees this many keys, its own token's key included; None for all keys up to its own.
+        softcap: each score s becomes softcap * tanh(s / softcap), before keys are masked; None for no cap. (Gemma 2:
+            https://arxiv.org/abs/2408.00118)
+        sinks: float32 [num_heads]. Each query head has one more score, which takes part in the softmax, and has no
+            value. None for no such score. (gpt-oss: https://arxiv.org/abs/2508.10925)
+    """
+
+    window: int | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+
+
+def attend_reference(
+    q: Tensor, cache: KVCache, inputs: StepInputs, scale: float, variant: AttentionVariant | None = None
+) -> Tensor:
     """Compute causal attention of q over the cached keys and values.
 
     This calls scaled_dot_product_attention once per sequence. The query heads that share a KV head are stacked: their
@@ -53,6 +71,7 @@ def attend_reference(q: Tensor, cache: KVCache, inputs: StepInputs, scale: float
 
     Args:
         q: [num_tokens, num_heads, head_dim].
+        variant: what the layer does in addition; None for plain causal attention.
 
     Returns:
         A tensor of the shape of q.
@@ -74,20 +93,47 @@ def attend_reference(q: Tensor, cache: KVCache, inputs: StepInputs, scale: float
         if scales:
             k, v = (side.float() * scale_of[..., None] for side, scale_of in zip((k, v), scales, strict=True))
         queries = grouped_q[start : start + query_len].permute(1, 2, 0, 3)
+        window = variant.window if variant is not None else None
         mask = None
-        if query_len > 1:
-            # Query j is token seq_len - query_len + j, and sees all tokens up to itself. The same mask is repeated
-            # for each head of a group.
-            mask = torch.ones(query_len, seq_len, dtype=torch.bool, device=q.device).tril(seq_len - query_len)
+        if query_len > 1 or (window is not None and window < seq_len):
+            # Query j is token seq_len - query_len + j, and sees all tokens up to itself, or the last ones of them. The
+            # same mask is repeated for each head of a group.
+            last = seq_len - query_len
+            mask = torch.ones(query_len, seq_len, dtype=torch.bool, device=q.device).tril(last)
+            mask = mask if window is None else mask.triu(last - window + 1)
             mask = mask.repeat(group, 1).unsqueeze(0)
-        attended = F.scaled_dot_product_attention(
-            queries.reshape(1, num_kv_heads, group * query_len, head_dim).to(k.dtype),
-            k[None, :, :seq_len],
-            v[None, :, :seq_len],
-            attn_mask=mask,
-            scale=scale,
-        )
+        queries = queries.reshape(1, num_kv_heads, group * query_len, head_dim).to(k.dtype)
+        k = k[None, :, :seq_len]
+        v = v[None, :, :seq_len]
+        if variant is None or (variant.softcap is None and variant.sinks is None):
+            attended = F.scaled_dot_product_attention(queries, k, v, attn_mask=mask, scale=scale)
+        else:
+            attended = _attend_variant(queries, k, v, mask, scale, variant)
         attended = attended.view(num_kv_heads, group, query_len, head_dim).permute(2, 0, 1, 3)
         grouped_out[start : start + query_len] = attended
         start += query_len
     return out
+
+
+def _attend_variant(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, variant: AttentionVariant
+) -> Tensor:
+    """Compute attention with a cap of scores, or with sinks, for which torch has no function.
+
+    Args:
+        q: [1, num_kv_heads, group * query_len, head_dim]; first all tokens of one head, then all of the next.
+        k, v: [1, num_kv_heads, seq_len, head_dim].
+        mask: bool, True where a query sees a key: [1, group * query_len, seq_len]; None if each query sees all keys.
+    """
+    scores = q.float() @ k.float().transpose(2, 3) * scale
+    if variant.softcap is not None:
+        scores = torch.tanh(scores / variant.softcap) * variant.softcap
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf)
+    if variant.sinks is not None:
+        num_kv_heads, num_queries = q.shape[1:3]
+        sinks = variant.sinks.float().view(num_kv_heads, -1)
+        sinks = sinks.repeat_interleave(num_queries // sinks.shape[1], dim=1)
+        scores = torch.cat((scores, sinks[None, :, :, None]), dim=3)
+    weights = scores.softmax(dim=3)[..., : k.shape[2]]
+    return (weights @ v.float()).to(q.dtype)
