@@ -22,6 +22,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "kv_cache_dtype": ("auto", "int8", "fp8"),
     "distributed_backend": ("auto", "nccl", "gloo"),
     "load_format": ("auto", "dummy"),
+    "model_impl": ("auto", "nanovllm", "transformers"),
     "quantization": ("int8", "int8-dynamic", "awq", "gptq", "compressed-tensors", "fp8"),
     "order": ("auto", "given"),
     "reasoning_parser": ("qwen3", "deepseek_r1"),
@@ -137,6 +138,11 @@ class EngineConfig:
     )
     load_format: str = _results(
         "auto", "auto reads safetensors; dummy makes random weights, for which config.json is enough"
+    )
+    model_impl: str = _results(
+        "auto",
+        "whose code computes the model: nanovllm (Qwen, Llama and Mistral) or transformers (most other causal models, "
+        "with this engine's attention, matrices and cache). auto takes nanovllm where it has the model",
     )
     lora: str | None = _results(
         None, "folder of one LoRA adapter, as PEFT saves it; it is merged into the weights while they are read"
@@ -319,6 +325,7 @@ class EngineOptions(TypedDict, total=False):
     enforce_eager: bool
     attention_backend: str
     load_format: str
+    model_impl: str
     lora: str | None
     quantization: str | None
     overlap: bool

@@ -110,7 +110,7 @@ def read_files(asked: EngineConfig) -> "tuple[Path | None, Path | None, Pretrain
     if weights is not None:
         with suppress(ValueError):  # config.json is judged first
             read_ahead(checkpoint_files(weights))  # while transformers is imported
-    hf_config = load_model_config(data, source)
+    hf_config = load_model_config(data, source, asked.model_impl)
     can_generate = fit_to_checkpoint(hf_config, weights)
     pooling = find_pooling(folder, hf_config.hidden_size)
     if pooling.refusal and not can_generate:
@@ -256,7 +256,7 @@ def make_runner(
     if weights is None:
         from nanovllm.features.dummy_weights import fill_randomly
 
-        std = hf_config.initializer_range
+        std = getattr(hf_config, "initializer_range", 0.02)
         fill = partial(fill_randomly, parallel=parallel, quantizer=quantizer, seed=config.seed, std=std)
     else:
         adapter = None
@@ -274,6 +274,8 @@ def make_runner(
             adapter=adapter,
         )
     runner = runner_class(config, hf_config, fill, parallel, quantizer, find_decoder(hf_config))
+    with runner.computing():
+        runner.model.prove(config)
     # If the ranks do not share each layer, rank 0 alone has the draft model.
     if config.draft is not None and (parallel.rank == 0 or parallel.size > 1):
         from nanovllm.features.drafts.draft_model import read_draft

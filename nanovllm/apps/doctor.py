@@ -18,7 +18,7 @@ from nanovllm.backends.cpu.library import cache_folder, describe_danger, find_co
 from nanovllm.models.sizes import Sizes
 from nanovllm.runner.resolve import (
     Work,
-    find_group,
+    find_heads,
     list_candidates,
     read_dtype,
     resolve_device,
@@ -141,14 +141,8 @@ def describe_backends(config: "PretrainedConfig") -> Iterator[tuple[str, str]]:
     device = resolve_device("auto")
     dtype = read_dtype(config)
     sizes = Sizes(config)
-    work = Work(
-        device,
-        dtype,
-        config.head_dim,
-        find_group(config, 1),
-        num_parameters=sizes.num_parameters,
-        variants=sizes.list_variants(),
-    )
+    variants = sizes.list_variants()
+    work = Work(device, dtype, *find_heads(sizes), num_parameters=sizes.num_parameters, variants=variants)
     work = work._replace(dtype=resolve_dtype("auto", "auto", work))
     yield "device", str(device)
     yield "dtype", f"{str(work.dtype).removeprefix('torch.')} (the model has {str(dtype).removeprefix('torch.')})"

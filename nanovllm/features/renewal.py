@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import xxhash
@@ -25,6 +25,9 @@ from nanovllm.models.weight_reader import checkpoint_files, name_canonically, na
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.utils.checks import as_bool, as_integer, quote
 from nanovllm.utils.machine import default_dtype
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 Command = dict[str, Any]
 """Tells every rank what to do: "do", and its arguments. It travels as JSON."""
@@ -88,7 +91,7 @@ class Renewal:
             if self._claim.state is State.LOADING:
                 self._claim.state = State.READY
             raise ValueError(lacking)
-        canonical = name_canonically(name for name, _ in tensors)
+        canonical = name_canonically((name for name, _ in tensors), self._rank.runner.hf_config)
         self._claim.state = State.LOADING  # also if a Ctrl-C comes between two tensors
         self._forget_prefixes()
         for name, tensor in tensors:
@@ -130,7 +133,7 @@ class Renewal:
             option: what names the adapter's folder, for error messages.
         """
         adapter = Adapter(folder, option)
-        with open_checkpoint(checkpoint) as sources:
+        with open_checkpoint(checkpoint, self._rank.runner.hf_config) as sources:
             adapter.check_names(WeightLoad(self._rank.runner).find_names(set(sources)))
             for name, source in sources.items():
                 adapter.merge(name, source)  # it reads an embedding or a head at most
@@ -220,7 +223,7 @@ class RankRenewal:
         adapter = None if folder is None else Adapter(folder)
         names = frozenset[str]() if adapter is None else adapter.names
         self.num_read_bytes = 0
-        with open_checkpoint(checkpoint) as sources:
+        with open_checkpoint(checkpoint, self.runner.hf_config) as sources:
             for name in self.load.find_parts(set(sources), self._adapted | names):
                 source = sources[name]
                 self.num_read_bytes += math.prod(source.get_shape()) * int(source.get_dtype().strip("BF")) // 8
@@ -268,7 +271,7 @@ class WeightLoad:
         Raises:
             ValueError: a name is unknown or comes twice, or a tensor has another shape or no floating-point values.
         """
-        canonical = name_canonically(name for name, _ in tensors)
+        canonical = name_canonically((name for name, _ in tensors), self._runner.hf_config)
         if len(canonical) < len(tensors):
             raise ValueError("load_weights got two tensors with the same name")
         names = set(canonical.values())
@@ -426,12 +429,16 @@ def digest_values(tensor: Tensor) -> str:
 
 
 @contextmanager
-def open_checkpoint(folder: Path) -> Iterator[dict[str, Any]]:
-    """Open a checkpoint's files, and yield {canonical name of a tensor: its slice object}. ValueError if one is bad."""
+def open_checkpoint(folder: Path, config: "PretrainedConfig") -> Iterator[dict[str, Any]]:
+    """Open a checkpoint's files, and yield {canonical name of a tensor: its slice object}. ValueError if one is bad.
+
+    Args:
+        config: the model's configuration.
+    """
     with ExitStack() as stack:
         sources: dict[str, Any] = {}
         for path in checkpoint_files(folder):
             file = stack.enter_context(open_tensors(path))
             sources |= {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  # not a dict
-        names = name_canonically(sources)
+        names = name_canonically(sources, config)
         yield {names[name]: source for name, source in sources.items()}

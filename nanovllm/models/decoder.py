@@ -24,6 +24,8 @@ from nanovllm.utils.machine import default_dtype
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+    from nanovllm.config import ResolvedConfig
+
 
 def make_rotary_table(config: "PretrainedConfig", num_positions: int) -> Tensor:
     """Return the cosines and sines of the rotation angles (RoPE: Su et al. 2021, https://arxiv.org/abs/2104.09864).
@@ -84,6 +86,7 @@ class Attention(nn.Module):
 
     Attributes:
         norm_dtype: the dtype of these norms' weights; None for the model's dtype.
+        head_dim, group: elements of a head, and query heads per KV head. The backend must have kernels for them.
         variant: how this layer differs from plain causal attention; None if it does not.
     """
 
@@ -104,6 +107,7 @@ class Attention(nn.Module):
         self.head_dim = dim = config.head_dim
         heads, kv_heads = share_heads(config, parallel)
         self.kv_heads = len(kv_heads)
+        self.group = len(heads) // len(kv_heads)
         qkv_bias, o_bias = find_biases(config)
         self.make_projections(config, heads, kv_heads, qkv_bias)
         queries = config.num_attention_heads * dim
@@ -247,6 +251,13 @@ class Decoder(nn.Module):
             self.lm_head.weight = self.embed_tokens.weight
         cos_sin = make_rotary_table(config, max_model_len).to(next(self.layers.parameters()).device)
         self.register_buffer("cos_sin", cos_sin, persistent=False)
+
+    def fill_tables(self, config: "PretrainedConfig", num_positions: int, device: torch.device) -> None:
+        """Compute the tables that no checkpoint has. On the meta device they had no values."""
+        self.cos_sin = make_rotary_table(config, num_positions).to(device)
+
+    def prove(self, config: "ResolvedConfig") -> None:
+        """Compare the loaded model with another implementation, if the family needs that; ValueError if they differ."""
 
     def forward(self, inputs: StepInputs, caches: list[LayerCache]) -> Tensor:
         """Compute the hidden states of all tokens, [num_tokens, hidden], after the last norm."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nanovllm.models.layers.weights import FLOATS
-from nanovllm.models.model_config import is_headless
+from nanovllm.models.model_config import OTHERS, find_family, is_headless
 from nanovllm.models.weight_reader import (
     INDEX,
     checkpoint_files,
@@ -43,12 +43,12 @@ tensor in another form, and then without this name."""
 class Headers:
     """The headers of a checkpoint's files. Names of tensors are canonical here: see `name_canonically`."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, config: "PretrainedConfig | None" = None) -> None:
         """Read them; ValueError if a file cannot be read, or two files have the same tensor."""
         self.folder = folder
         self.files = checkpoint_files(folder)
         found = find_names(self.files)
-        canonical = name_canonically(found)
+        canonical = name_canonically(found, config)
         self._places = {canonical[name]: (path, name) for name, path in found.items()}
         self.names = frozenset(self._places)
         self.has_prefix = any(name.startswith("model.") for name in found)
@@ -116,9 +116,11 @@ def fit_to_checkpoint(config: "PretrainedConfig", folder: Path | None) -> bool:
     """
     can_generate = not is_headless(config)
     if folder is not None:
-        headers = Headers(folder)
+        headers = Headers(folder, config)
         report_unread_files(headers)
-        compare_sizes(config, headers)
+        is_native = find_family(config) is not OTHERS
+        if is_native:
+            compare_sizes(config, headers)
         if can_generate and config.tie_word_embeddings and has_own_head(headers):
             logger.warning(
                 "config.json in %s says that the LM head is tied to the embedding, and the checkpoint has a head of "
@@ -126,7 +128,7 @@ def fit_to_checkpoint(config: "PretrainedConfig", folder: Path | None) -> bool:
                 folder,
             )
             config.tie_word_embeddings = False
-        if not config.tie_word_embeddings:
+        if is_native and not config.tie_word_embeddings:
             can_generate = can_generate and (HEAD in headers.names or headers.has_prefix)
     if not can_generate:
         config.tie_word_embeddings = True

@@ -31,6 +31,8 @@ class Family:
         resolve: the path of a function that returns the options as the family needs them: see `load.resolve_options`.
             None: they stay as they are for other families.
         unread: prefixes of names of tensors. A checkpoint may have tensors with these names; no model reads them.
+        rename: the path of a function that names a checkpoint's tensors as the decoder does: see `name_canonically`.
+            None: the names are those of Llama.
     """
 
     config_class: str
@@ -40,6 +42,7 @@ class Family:
     check: str = "nanovllm.models.model_config:check_dense"
     resolve: str | None = None
     unread: tuple[str, ...] = ()
+    rename: str | None = None
 
 
 QWEN3_5 = Family(
@@ -73,6 +76,16 @@ FAMILIES = {
     "Qwen3_5MoeForConditionalGeneration": QWEN3_5_MOE,
 }
 """By architecture, as config.json names it."""
+
+OTHERS = Family(
+    "",
+    decoder="nanovllm.features.families.any_causal.decoder:AnyDecoder",
+    check="nanovllm.features.families.any_causal.config:make_config",
+    resolve="nanovllm.features.families.any_causal.config:resolve_any",
+    unread=("unread.",),
+    rename="nanovllm.features.families.any_causal.config:name_tensors",
+)
+"""Every other causal model of transformers. Its `check` makes the configuration, and transformers' code the model."""
 
 SILU = ("silu", "swish")
 """The names of the one activation that is supported: transformers has both."""
@@ -168,11 +181,12 @@ def is_about_cache_alone(settings: dict[str, Any]) -> bool:
     return bool(is_compressed and settings.get("kv_cache_scheme") and is_dense and not has_weights)
 
 
-def load_model_config(data: dict[str, Any], source: str) -> "PretrainedConfig":
+def load_model_config(data: dict[str, Any], source: str, model_impl: str = "auto") -> "PretrainedConfig":
     """Make and check the configuration that data, the content of config.json, describes.
 
     Args:
         source: where the content comes from, for error messages.
+        model_impl: the option: whose code computes the model.
 
     Raises:
         ValueError: data has an architecture or a feature that is not implemented, or values that contradict each other.
@@ -186,14 +200,19 @@ def load_model_config(data: dict[str, Any], source: str) -> "PretrainedConfig":
     # Without its LM head the architecture Qwen3ForCausalLM is called Qwen3Model.
     names = [re.sub("Model$", "ForCausalLM", name) for name in architectures if isinstance(name, str)]
     architecture = next((name for name in names if name in FAMILIES), None)
-    if architecture is None:
+    model_impl = data.get("model_impl", model_impl)
+    if architecture is None and model_impl == "nanovllm":
         named = ", ".join(map(quote, architectures)) or "no architecture"
-        raise ValueError(f"{source} names {named}; supported are: {', '.join(FAMILIES)}")
+        advice = '; model_impl="auto" also runs causal models by transformers\' code'
+        raise ValueError(f"{source} names {named}; supported are: {', '.join(FAMILIES)}{advice}")
     auto_map = data.get("auto_map") or {}
     if not isinstance(auto_map, dict) or any(str(name).startswith("AutoModel") for name in auto_map):
         raise ValueError(f"{source} has an auto_map: it needs code of its own, and code from models is never run here")
     check_limits(data, source)
     data = read_quantization(read_dtypes(data, source))
+    if architecture is None or model_impl == "transformers":
+        made: PretrainedConfig = resolve_name(OTHERS.check)(data, source)
+        return made
     class_name = FAMILIES[architecture].config_class
     config_class = getattr(transformers, class_name, None)
     if config_class is None:
@@ -217,6 +236,8 @@ def load_model_config(data: dict[str, Any], source: str) -> "PretrainedConfig":
 
 def is_headless(config: "PretrainedConfig") -> bool:
     """Return whether the architecture has no LM head, so that the model can only embed."""
+    if find_family(config) is OTHERS:
+        return bool(re.search("(?<!LMHead)Model$", (config.architectures or [""])[0]))
     return not any(name in FAMILIES for name in config.architectures or FAMILIES)
 
 
@@ -262,6 +283,8 @@ def check_dense(config: "PretrainedConfig", source: str) -> None:
 
 def find_family(config: "PretrainedConfig") -> Family:
     """Return the family that a configuration belongs to."""
+    if getattr(config, "model_impl", None) == "transformers":
+        return OTHERS
     return next(family for family in FAMILIES.values() if family.config_class == type(config).__name__)
 
 
@@ -289,8 +312,8 @@ def find_window(config: "PretrainedConfig", index: int) -> int | None:
 
 def limit_length(config: "PretrainedConfig", asked: int) -> int:
     """Return the most tokens of a sequence: `asked`, but at most the length that the model is made for."""
-    rope = config.rope_parameters or {}
-    most = int(config.max_position_embeddings)
+    rope = getattr(config, "rope_parameters", None) or {}
+    most = int(getattr(config, "max_position_embeddings", None) or asked)
     if rope.get("rope_type") == "yarn" and rope.get("original_max_position_embeddings"):  # yarn stretches this length
         most = max(most, int(rope["factor"] * rope["original_max_position_embeddings"]))
     return min(asked, most)

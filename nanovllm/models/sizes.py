@@ -25,17 +25,24 @@ class Sizes:
         num_parameters: the number of its parameters. What is tied counts once, and padding counts.
     """
 
-    def __init__(self, config: "PretrainedConfig", size: int = 1, decoder: "type[Decoder] | None" = None) -> None:
+    def __init__(
+        self,
+        config: "PretrainedConfig",
+        size: int = 1,
+        decoder: "type[Decoder] | None" = None,
+        backend: Backend | None = None,
+    ) -> None:
         """
         Args:
             size: how many ranks share each layer.
             decoder: the class of the model, or of a part of it. None: what `find_decoder` finds.
+            backend: decides how a layer stores keys and values. None: plain torch.
 
         Raises:
             ValueError: so many ranks cannot share the model evenly.
         """
         with torch.device("meta"):
-            self.model = (decoder or find_decoder(config))(config, Backend(), Parallel(0, size), 1)
+            self.model = (decoder or find_decoder(config))(config, backend or Backend(), Parallel(0, size), 1)
         self.num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
 
     def weight_bytes(self, dtype: torch.dtype, quantizer: Quantizer | None = None) -> int:
@@ -63,8 +70,3 @@ class Sizes:
         layers: Iterable[Any] = self.model.layers
         caches = (layer.self_attn.make_cache(size, dtype, torch.device("meta")) for layer in layers)
         return sum(tensor.nbytes for cache in caches for tensor in cache if tensor is not None)
-
-
-def check_shares(config: "PretrainedConfig", size: int) -> None:
-    """Raise a ValueError unless `size` ranks can share each layer of a model evenly."""
-    Sizes(config, size)

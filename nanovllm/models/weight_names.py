@@ -28,7 +28,11 @@ def find_module_targets(model: "Decoder", names: Collection[str] = ()) -> Iterat
 
     The name of a module in a checkpoint is its path here with "model." before it. There are two exceptions. The LM head
     is "lm_head", without "model.". And a module may have a `checkpoint_name`, which replaces the last part of the path.
+    A decoder whose checkpoints have other names has a method `find_own_targets`.
     """
+    if (find_own := getattr(model, "find_own_targets", None)) is not None:
+        yield from find_own(names)
+        return
     names_there: dict[str, str] = {}
     for path, module in model.named_modules():
         name_there = names_there[path] = _name_module(path, module, names_there)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import chain
 from pathlib import Path
+from pkgutil import resolve_name
 from threading import Thread
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -19,7 +20,7 @@ from tqdm import tqdm
 from nanovllm.models.decoder import Decoder
 from nanovllm.models.layers.parallel import Parallel
 from nanovllm.models.layers.weights import Quantizer, WeightTarget
-from nanovllm.models.model_config import read_json
+from nanovllm.models.model_config import find_family, read_json
 from nanovllm.models.weight_names import find_elsewhere, find_targets
 from nanovllm.utils.checks import quote
 from nanovllm.utils.progress import hide_unless
@@ -199,7 +200,7 @@ def load_weights(
     show_progress = parallel.rank == 0
     files = checkpoint_files(folder)
     places = find_names(files)
-    names = name_canonically(places)
+    names = name_canonically(places, config)
     found = set(names.values())
     targets: dict[str, list[WeightTarget]] = {}
     for name, target in find_targets(model, found) if quantizer is None else quantizer.find_targets(model, found):
@@ -245,15 +246,21 @@ def find_names(files: Iterable[Path]) -> dict[str, Path]:
     return found
 
 
-def name_canonically(names: Iterable[str]) -> dict[str, str]:
+def name_canonically(names: Iterable[str], config: "PretrainedConfig | None" = None) -> dict[str, str]:
     """Return {name: the name that the model knows it by}. A checkpoint without an LM head has no "model." there.
 
     In a checkpoint that has other parts, such as one for pictures, "language_model." stands before the names as well.
+
+    Args:
+        config: the model's configuration. Its family may have another rule.
 
     Raises:
         ValueError: two names stand for one tensor of the model, so nobody can know which one is meant.
     """
     names = list(names)
+    if config is not None and (rename := find_family(config).rename) is not None:
+        renamed: dict[str, str] = resolve_name(rename)(names, config)
+        return renamed
     prefix = "" if any(name.startswith("model.") for name in names) else "model."
     canonical = {name: name if name.startswith("lm_head.") else prefix + name for name in names}
     canonical = {name: own.replace("model.language_model.", "model.", 1) for name, own in canonical.items()}

@@ -11,7 +11,7 @@ from nanovllm.backends import CacheSize, KVCache, LayerCache, make_backend
 from nanovllm.backends.steps import EAGER, Steps, Stopwatch
 from nanovllm.config import ResolvedConfig
 from nanovllm.engine.plan import StepPlan, find_lengths
-from nanovllm.models.decoder import Decoder, make_rotary_table
+from nanovllm.models.decoder import Decoder
 from nanovllm.models.layers.parallel import Parallel
 from nanovllm.models.layers.weights import Quantizer
 from nanovllm.models.sizes import Sizes
@@ -75,8 +75,8 @@ class ModelRunner:
         self.dtype: torch.dtype = getattr(torch, config.dtype)
         self.kv_dtype: torch.dtype = getattr(torch, config.kv_dtype)
         self.hf_config = hf_config
-        self.sizes = Sizes(hf_config, parallel.size, decoder)
         self.backend = make_backend(config.attention_backend, self.device)
+        self.sizes = Sizes(hf_config, parallel.size, decoder, self.backend)
         self.quantizer = quantizer
         self.decoder = decoder
         self._read_weights = read_weights
@@ -278,8 +278,7 @@ class ModelRunner:
         with torch.device("meta"), default_dtype(self.dtype):
             self.model = self.decoder(self.hf_config, self.backend, self.parallel, self.config.max_model_len)
         allocate(self.model, self.device, () if quantizer is None else quantizer.list_matrices(self.model))
-        # On the meta device the decoder's own table had no values.
-        self.model.cos_sin = make_rotary_table(self.hf_config, self.config.max_model_len).to(self.device)
+        self.model.fill_tables(self.hf_config, self.config.max_model_len, self.device)
         self.backend.prepare_weights(parameter for parameter in self.model.parameters() if not parameter.is_meta)
         self._read_weights(self.model)
         self.backend.pack_weights(self.model.modules())

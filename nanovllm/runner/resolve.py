@@ -1,17 +1,16 @@
 """Turns every "auto" into a value for one model on this machine, and refuses what cannot run here."""
 
 import logging
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from nanovllm.backends import Backend, find_backend
 from nanovllm.backends.devices import DEVICES
 from nanovllm.config import DEFAULT_NUM_SEQS, TOKEN_BUDGETS, WORTH_COMPILING, EngineConfig, ResolvedConfig
-from nanovllm.models.decoder import share_heads
-from nanovllm.models.layers.parallel import Parallel
 from nanovllm.models.model_config import limit_length
-from nanovllm.models.sizes import Sizes, check_shares
+from nanovllm.models.sizes import Sizes
 from nanovllm.ops.sample import SamplingValues
 from nanovllm.utils.checks import quote
 
@@ -39,13 +38,12 @@ def resolve(
     """
     device = resolve_device(config.device) if gpu_memory is None else torch.device("cuda:0")
     block_size = None if config.kvcache_block_size == "auto" else int(config.kvcache_block_size)
-    group = find_group(hf_config, config.tensor_parallel_size)
-    if config.tensor_parallel_size > 1:
-        check_shares(hf_config, config.tensor_parallel_size)
+    share = sizes if config.tensor_parallel_size == 1 else Sizes(hf_config, config.tensor_parallel_size)
+    head_dim, group = find_heads(share)
     work = Work(
         device=device,
         dtype=read_dtype(hf_config),
-        head_dim=hf_config.head_dim,
+        head_dim=head_dim,
         group=group,
         block_size=block_size,
         num_parameters=sizes.num_parameters,
@@ -87,10 +85,11 @@ def resolve(
     return ResolvedConfig(**{**vars(config), **resolved})
 
 
-def find_group(hf_config: "PretrainedConfig", size: int) -> int:
-    """Return how many query heads share a KV head, on each of `size` ranks."""
-    heads, kv_heads = share_heads(hf_config, Parallel(0, size))
-    return len(heads) // len(kv_heads)
+def find_heads(sizes: Sizes) -> tuple[int, int]:
+    """Return the largest head_dim of the layers with attention, and the most query heads that share a KV head."""
+    layers: Iterable[Any] = sizes.model.layers
+    heads = [(layer.self_attn.head_dim, layer.self_attn.group) for layer in layers if hasattr(layer.self_attn, "group")]
+    return max((dim for dim, _ in heads), default=64), max((group for _, group in heads), default=1)
 
 
 def resolve_device(name: str) -> torch.device:

@@ -75,7 +75,6 @@ OPTIONS = (
     Row("runner", ("auto", "generate", "pooling"), _OTHER_WORK),
     Row("convert", ("auto", "none", "embed"), _OTHER_WORK),
     Row("tokenizer_mode config_format", ("auto", "hf")),
-    Row("model_impl", ("auto", "vllm")),
     Row("generation_config", ("auto",)),
     Row("cpu_offload_gb", (0,)),
     # These are nano-vLLM's.
@@ -201,6 +200,7 @@ SYNONYMS: Mapping[str, Mapping[Any, Any]] = {
     "load_format": {"safetensors": "auto", "hf": "auto"},
     "kv_cache_dtype": {"fp8_e4m3": "fp8", "int8_per_token_head": "int8", "fp8_per_token_head": "fp8"},
     "num_kvcache_blocks": {-1: None},
+    "model_impl": {"vllm": "nanovllm"},
     "quantization": {"int8_per_channel_weight_only": "int8", "awq_marlin": "awq", "gptq_marlin": "gptq"},
 }
 """For each option: values that vLLM or nano-vLLM write differently, and the values that they mean here."""

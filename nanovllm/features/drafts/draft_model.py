@@ -73,7 +73,7 @@ def find_draft(
     name = str((config.speculative_config or {})["model"])
     try:
         folder, source, data = find_config(name, None, asked.load_format)
-        hf_config = load_model_config(data, source)
+        hf_config = load_model_config(data, source, asked.model_impl)
         if not fit_to_checkpoint(hf_config, None if asked.load_format == "dummy" else folder):
             raise ValueError("it has no LM head, and can only embed")
         sizes = Sizes(hf_config)

@@ -1,0 +1,124 @@
+"""The configuration of any causal model of transformers: what runs, how its tensors are called, and its options."""
+
+import logging
+import re
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from nanovllm.config import EngineConfig, ResolvedConfig
+from nanovllm.models.layers.weights import Quantizer
+from nanovllm.models.sizes import Sizes
+from nanovllm.utils.checks import quote
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+logger = logging.getLogger(__name__)
+
+UNREAD = "unread."
+"""Stands before the names of tensors that are not read: those for pictures and sound, for example."""
+
+
+def find_class(config: "PretrainedConfig") -> Any:
+    """Return transformers' class of causal models for a configuration; None if it has none."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    return MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+
+
+def make_config(data: dict[str, Any], source: str) -> "PretrainedConfig":
+    """Make the configuration that data, the content of config.json, describes. `Family.check` of other families checks.
+
+    Raises:
+        ValueError: transformers has no such causal model, or runs it only with code that is not transformers'.
+    """
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    architectures = data.get("architectures") or []
+    named = ", ".join(map(quote, architectures)) or "no architecture"
+    kind = data.get("model_type")
+    config: Any = None
+    if isinstance(kind, str) and kind in CONFIG_MAPPING:
+        try:
+            config_class = CONFIG_MAPPING[kind]
+            config = config_class.from_dict(config_class._decode_special_floats(data))
+        except Exception as error:  # transformers validates with exceptions of many libraries
+            raise ValueError(f"{source} is not a valid configuration of {quote(kind)}: {error}") from error
+    model_class = None if config is None else find_class(config)
+    if model_class is None or not names_causal_model(architectures, model_class.__name__):
+        from nanovllm.models.model_config import FAMILIES
+
+        raise ValueError(
+            f"{source} names {named}; supported are: {', '.join(FAMILIES)}, and what transformers has in its table of "
+            "causal models"
+        )
+    if data.get("quantization_config"):
+        raise ValueError(
+            f"{source}: the checkpoint is quantised, and {named} runs through transformers' code, which this engine "
+            'reads with 16 or 32 bits only: take such a checkpoint; quantization="int8" quantises it while it is read'
+        )
+    if hasattr(config, "per_layer_config"):
+        config.allow_global_per_layer_attribute_access = True
+    config.model_impl = "transformers"
+    made: PretrainedConfig = config
+    return made
+
+
+def names_causal_model(architectures: list[Any], causal: str) -> bool:
+    """Return whether a config.json names a causal model: with its LM head, without it, or beside parts for pictures.
+
+    Args:
+        causal: the name of transformers' class. A class for scores, for example, has another name.
+    """
+    name = str(architectures[0]) if architectures else ""
+    stem = re.sub("ForCausalLM$|LMHeadModel$", "", causal)
+    return name in (causal, f"{stem}Model", f"{stem}TextModel") or name.endswith("ForConditionalGeneration")
+
+
+def name_tensors(names: Iterable[str], config: "PretrainedConfig") -> dict[str, str]:
+    """Return {name in a checkpoint: the name that transformers' causal model knows it by}.
+
+    A checkpoint that has other parts, such as one for pictures, has "language_model." in the names of the text's part.
+    One that was saved without its LM head lacks the name of the body.
+    """
+    names = list(names)
+    body: str = find_class(config).base_model_prefix
+    renamed = {name: name for name in names}
+    if any("language_model." in name for name in names):
+        for name in names:
+            inner = re.sub(r"^(model\.)?language_model\.(model\.)?", "", name)
+            own = inner if inner.startswith("lm_head.") else f"{body}.{inner}"
+            renamed[name] = own if "language_model." in name or own == name else UNREAD + name
+    elif not any(name.startswith(f"{body}.") for name in names):
+        renamed = {name: name if name.startswith("lm_head.") else f"{body}.{name}" for name in names}
+    return renamed
+
+
+def resolve_any(
+    asked: EngineConfig,
+    config: ResolvedConfig,
+    sizes: Sizes,
+    quantizer: Quantizer | None,
+    gpu_memory: int | None = None,
+) -> ResolvedConfig:
+    """Refuse what these models cannot do: see `Family.resolve`. Say that transformers' code runs."""
+    model: Any = sizes.model
+    name = type(model.hf).__name__
+    if config.num_ranks > 1:
+        raise ValueError(
+            f"{name} runs through transformers' code, on one rank: leave tensor_parallel_size "
+            f"({config.tensor_parallel_size}) and pipeline_parallel_size ({config.pipeline_parallel_size}) at 1; "
+            "data_parallel_size makes replicas"
+        )
+    if model.most_positions is not None and config.max_model_len > model.most_positions:
+        raise ValueError(
+            f"the angles of {name} (longrope) change beyond {model.most_positions} tokens, also for the shorter "
+            f"sequences of a step: max_model_len is {config.max_model_len}; set it to at most {model.most_positions}"
+        )
+    if quantizer is not None and model.keeps_transposed:
+        raise ValueError(
+            f"quantization is {quote(config.quantization)}, and {name} stores its experts transposed, which int8 does "
+            "not read: leave it out"
+        )
+    logger.warning("%s runs through transformers' code: %d of %d modules are ours", name, *model.count_modules())
+    return config

@@ -1,0 +1,367 @@
+"""A decoder around a causal model of transformers. Its modules compute; see layers.py and attend.py for what is ours.
+
+Private names of transformers stand in this file and in attend.py. All of them are used while a model is loaded, so
+another version of transformers fails then, or not at all.
+"""
+
+import copy
+import re
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from types import MethodType, SimpleNamespace
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+
+from nanovllm.backends import Backend, LayerCache
+from nanovllm.config import ResolvedConfig
+from nanovllm.features.families.any_causal.attend import DRY_RUN, NAME, Step, recording, register
+from nanovllm.features.families.any_causal.layers import Embedding, Head, Swap, find_scale, list_leaves
+from nanovllm.models.layers.embedding import LMHead
+from nanovllm.models.layers.linear import MatrixModule
+from nanovllm.models.layers.parallel import Parallel
+from nanovllm.models.layers.weights import ShardedLayer, WeightTarget, make_whole_target
+from nanovllm.ops.step_inputs import StepInputs
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+
+IGNORED = r"\.rotary_emb\.inv_freq$"
+"""The form of names of tensors that old checkpoints have, and that config.json says as well."""
+
+
+@contextmanager
+def parameters_on_meta() -> Iterator[None]:
+    """Within, parameters are made without memory, and buffers (angles, factors) with their values."""
+    from transformers.initialization import no_init_weights
+
+    original = nn.Module.register_parameter
+
+    def register_parameter(module: nn.Module, name: str, value: nn.Parameter | None) -> None:
+        if value is not None and not value.is_meta:
+            value = nn.Parameter(value.to("meta"), requires_grad=False)
+        original(module, name, value)
+
+    with patch.object(nn.Module, "register_parameter", register_parameter), no_init_weights(), torch.device("cpu"):
+        yield
+
+
+class BodyOutput(tuple[Tensor]):
+    """Stands for the output of transformers' layers: the hidden states. Whatever else is asked of it is None."""
+
+    @property
+    def last_hidden_state(self) -> Tensor:
+        return self[0]
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+
+class Stub(nn.Module):
+    """Stands for the layers while transformers' class computes logits of hidden states."""
+
+    hidden: Tensor
+
+    def forward(self, *_: Any, **__: Any) -> BodyOutput:
+        return BodyOutput((self.hidden,))
+
+
+class Layers(list[SimpleNamespace]):
+    """The layers, as the engine asks about them: `self_attn` and `mlp` of each."""
+
+    body: nn.Module
+
+    def modules(self) -> Iterator[nn.Module]:
+        return self.body.modules()
+
+
+class AnyDecoder(nn.Module):
+    """The model of one rank. It has the attributes and methods of `Decoder`.
+
+    Attributes:
+        hf: transformers' model; a stub takes the place of its layers.
+        body: its layers, with embedding and last norm.
+        tied: whether the LM head is the embedding.
+        elsewhere: names of tensors in a checkpoint that transformers does not read either.
+        most_positions: the most positions that its angles are made for, if they would change beyond; else None.
+        keeps_transposed: whether experts are stored as [in, out] in checkpoints.
+    """
+
+    cos_sin: Tensor
+    elsewhere: tuple[str, ...] = ()
+
+    def __init__(self, config: "PretrainedConfig", backend: Backend, parallel: Parallel, max_model_len: int) -> None:
+        super().__init__()
+        from transformers import AutoModelForCausalLM
+
+        if parallel.size > 1:
+            raise ValueError(
+                f"tensor_parallel_size is {parallel.size}, and models that run through transformers' code have one "
+                "rank: set it to 1; data_parallel_size makes replicas"
+            )
+        register()
+        self.backend = backend
+        self.most_positions: int | None = None
+        config = copy.deepcopy(config)
+        config._experts_implementation = "batched_mm"  # theirs, for mixtures that are not ours: it reads no values
+        with parameters_on_meta():
+            self.hf = AutoModelForCausalLM.from_config(config, dtype=torch.get_default_dtype()).eval()
+            self.hf.tie_weights()
+        refuse_states(self.hf)
+        patterns = [IGNORED, *(self.hf._keys_to_ignore_on_load_unexpected or ())]
+        self._ignored = re.compile("|".join(patterns))
+        self._prepare_buffers()
+        self._fix_angles()
+        self._take_body()
+        with torch.device("meta"):
+            self._swap_ends()
+            swap = Swap(backend)
+            swap.swap_children(self.body)
+        self.keeps_transposed = swap.keeps_transposed
+        self.step = Step()
+        self.layers = self._run_dry(int(config.num_hidden_layers))
+        self.cos_sin = torch.empty(0, device="cpu")
+
+    # ---- building
+
+    def _prepare_buffers(self) -> None:
+        """Make parameters of the buffers that checkpoints have, and keep in float32 what transformers keeps so."""
+        wide = re.compile("|".join(rf"(^|\.){name}($|\.)" for name in self.hf._keep_in_fp32_modules_strict) or "$^")
+        for path, module in self.hf.named_modules():
+            for name, buffer in list(module._buffers.items()):
+                if buffer is not None and name not in module._non_persistent_buffers_set:
+                    del module._buffers[name]
+                    module.register_parameter(name, nn.Parameter(buffer.to("meta"), requires_grad=False))
+            for name, value in module.named_parameters(path, recurse=False):
+                if wide.search(name):
+                    value.data = value.data.float()
+
+    def _fix_angles(self) -> None:
+        """Refuse angles that depend on the longest sequence of a step. longrope keeps the table of short sequences."""
+        for module in self.hf.modules():
+            kinds = getattr(module, "rope_type", None)
+            for kind in kinds.values() if isinstance(kinds, dict) else (kinds,):
+                if kind == "dynamic":
+                    raise ValueError("its rope type is dynamic: a sequence's angles depend on others of its step")
+                if kind == "longrope":
+                    rope = self.hf.config.rope_parameters
+                    self.most_positions = int(rope["original_max_position_embeddings"])
+                    forward = type(module).forward
+                    while hasattr(forward, "__wrapped__"):
+                        forward = forward.__wrapped__  # the last of them does not choose a table
+                    module.forward = MethodType(torch.no_grad()(forward), module)
+
+    def _take_body(self) -> None:
+        """Take the layers out of transformers' model, and put a stub there."""
+        body = self.hf.get_decoder()
+        self.body_path = find_path(self.hf, body)
+        self._embedding_path = find_path(body, self.hf.get_input_embeddings())
+        self._head_path = find_path(self.hf, self.hf.get_output_embeddings())
+        self.stub = Stub()
+        self.hf.set_submodule(self.body_path, self.stub)
+        self.body = body
+
+    def _swap_ends(self) -> None:
+        """Put our embedding and LM head in the places of theirs."""
+        embedding = self.body.get_submodule(self._embedding_path)
+        head = self.hf.get_submodule(self._head_path)
+        if not isinstance(embedding, nn.Embedding) or type(head) is not nn.Linear:
+            raise ValueError(f"its embedding is {type(embedding).__name__} and its head {type(head).__name__}")
+        self.tied = head.weight is embedding.weight
+        with torch.device("cpu"), torch.no_grad():
+            scale = find_scale(embedding)
+        own_head = Head(head)
+        own_embedding = Embedding(embedding, scale)
+        if self.tied:
+            own_head.weight = own_embedding.weight
+        self.body.set_submodule(self._embedding_path, own_embedding)
+        self.hf.set_submodule(self._head_path, own_head)
+
+    def _run_dry(self, num_layers: int) -> Layers:
+        """Compute two tokens without memory. Each call of attention says what its layer needs.
+
+        Raises:
+            ValueError: some layers do not call attention, or transformers' code reads the device.
+        """
+        ids = torch.zeros(1, 2, dtype=torch.int64, device="meta")
+        positions = torch.arange(2, device="meta")[None]
+        buffers = [(m, name, value) for m in self.modules() for name, value in m._buffers.items() if value is not None]
+        ours: list[Any] = [m for m in self.modules() if isinstance(getattr(m, "backend", None), Backend)]
+        for module, name, value in buffers:
+            module._buffers[name] = value.to("meta")
+        for module in ours:
+            module.backend = Backend("meta")
+        self.choose_attention(DRY_RUN)
+        # transformers reads the positions, to find packed sequences.
+        unpacked = patch("transformers.masking_utils.find_packed_sequence_indices", lambda _: None)
+        try:
+            with torch.no_grad(), torch.device("meta"), unpacked, recording() as calls:
+                self.body(input_ids=ids, position_ids=positions, use_cache=False)
+        except Exception as error:  # whatever their code raises for tensors without values
+            told = str(error).strip().splitlines() or [type(error).__name__]
+            raise ValueError(f"{type(self.hf).__name__} cannot run through transformers' code: {told[0]}") from error
+        finally:
+            for module, name, value in buffers:
+                module._buffers[name] = value
+            for module in ours:
+                module.backend = self.backend
+            self.choose_own_attention()
+        if len(calls) != num_layers:
+            raise ValueError(
+                f"{type(self.hf).__name__} cannot run through transformers' code: {len(calls)} of {num_layers} layers "
+                "call transformers' attention function"
+            )
+        for layer in calls:
+            layer.backend = self.backend
+            layer.step = self.step
+            layer.module.__dict__["nanovllm_layer"] = layer
+        matrices = [module for module in self.body.modules() if isinstance(module, MatrixModule)]
+        widest = max((m.weight.shape[0] for m in matrices if not isinstance(m, Embedding)), default=0)
+        experts = [getattr(module, "k", 1) for module in self.body.modules()]
+        mlp = SimpleNamespace(count_activations=lambda: 3 * widest * max(experts))
+        layers = Layers(SimpleNamespace(self_attn=layer, mlp=mlp) for layer in calls)
+        layers.body = self.body
+        return layers
+
+    def choose_attention(self, name: str) -> None:
+        """Have all modules call the attention function of this name in transformers' table."""
+        for module in (*self.hf.modules(), *self.body.modules()):
+            own: Any = getattr(module, "config", None)
+            if hasattr(own, "_attn_implementation_internal"):
+                own._attn_implementation_internal = name
+
+    def choose_own_attention(self) -> None:
+        """Have all modules call the engine's attention."""
+        self.choose_attention(NAME)
+
+    def count_modules(self) -> tuple[int, int]:
+        """Return how many of the modules that compute are ours, and how many there are."""
+        leaves = list(list_leaves(self))
+        return sum(isinstance(module, ShardedLayer) for module in leaves), len(leaves) - 1  # without the stub
+
+    # ---- what the engine asks of a decoder
+
+    @property
+    def embed_tokens(self) -> Any:
+        return self.body.get_submodule(self._embedding_path)
+
+    @property
+    def lm_head(self) -> Any:
+        return self.hf.get_submodule(self._head_path)
+
+    def fill_tables(self, config: "PretrainedConfig", num_positions: int, device: torch.device) -> None:
+        """Move the tables of angles, which transformers has filled, to the device."""
+        for module in self.modules():
+            for name, value in module._buffers.items():
+                module._buffers[name] = None if value is None else value.to(device)
+        self.cos_sin = self.cos_sin.to(device)  # only its device is read
+        for dim in {layer.self_attn.stored_dim for layer in self.layers}:
+            half = torch.ones(1, dim // 2, device=device)
+            self.step.angles[dim] = torch.cat((half, torch.zeros_like(half)), 1)
+
+    def prove(self, config: ResolvedConfig) -> None:
+        """Compare the loaded model with transformers' own attention, if its architecture is none that tests run."""
+        from nanovllm.features.families.any_causal.proof import TESTED, prove
+
+        if type(self.hf).__name__ not in TESTED:
+            prove(self, config)
+
+    def forward(self, inputs: StepInputs, caches: list[LayerCache]) -> Tensor:
+        """Compute the hidden states of all tokens, [num_tokens, hidden], after the last norm."""
+        step = self.step
+        step.caches = caches
+        step.origin = torch.zeros_like(inputs.positions)
+        for layer in (layer.self_attn for layer in self.layers):
+            if layer.form not in step.inputs:
+                cache: Any = caches[layer.source]
+                is_first = not step.inputs  # the runner has prepared the inputs for the first layer
+                prepare = self.backend.prepare_attention
+                step.inputs[layer.form] = inputs if is_first else prepare(inputs, cache, layer.num_heads)
+        try:
+            ids = inputs.token_ids[None].long()
+            output = self.body(input_ids=ids, position_ids=inputs.positions[None].long(), use_cache=False)
+        finally:
+            step.inputs = {}
+            step.caches = []
+        hidden: Tensor = output[0][0]
+        return hidden
+
+    def compute_logits(self, hidden: Tensor) -> Tensor | None:
+        """hidden [n, hidden] -> logits [n, vocab]. transformers' class scales, caps and adds what it must."""
+        self.stub.hidden = hidden[None]
+        logits: Tensor = self.hf(inputs_embeds=self.stub.hidden, use_cache=False).logits[0]
+        del self.stub.hidden
+        return logits
+
+    # ---- weights
+
+    def find_own_targets(self, names: Collection[str] = ()) -> Iterator[tuple[str, str, WeightTarget]]:
+        """Yield (path of the module here, name in a checkpoint, place to load it to): see `find_module_targets`.
+
+        transformers knows how to turn its modules' tensors into those of a checkpoint. Here it does that with tensors
+        that have no memory. Where each result begins, and how its elements lie, says which part of our tensor it is.
+
+        Raises:
+            ValueError: a result is no part of a tensor, but computed from it.
+        """
+        from transformers.core_model_loading import revert_weight_conversion
+
+        own = {name: (path, target) for path, name, target in self._list_targets()}
+        stand_ins = {
+            name: torch.empty_strided(target.view.shape, target.view.stride(), device="meta")
+            for name, (_, target) in own.items()
+        }
+        owners = {stand_in.untyped_storage()._cdata: name for name, stand_in in stand_ins.items()}
+        with torch.no_grad(), patch.object(Tensor, "contiguous", lambda tensor: tensor):  # so that views stay views
+            reverted = revert_weight_conversion(self.hf, dict(stand_ins))
+        self.elsewhere = tuple(name for name in names if name not in reverted and self._ignored.search(name))
+        for name, part in reverted.items():
+            owner = owners.get(part.untyped_storage()._cdata)
+            if owner is None:
+                raise ValueError(f"{name} in checkpoints is computed from several tensors, which is not supported")
+            path, target = own[owner]
+            view = target.view
+            if part.shape != view.shape or part.stride() != view.stride():
+                view = view.as_strided(part.shape, part.stride(), view.storage_offset() + part.storage_offset())
+            if not view.dim():
+                yield path, name, WeightTarget(view, (1,), (...,), target.plus)  # type: ignore[arg-type]
+            else:
+                yield path, name, make_whole_target(view, target.plus)
+
+    def _list_targets(self) -> Iterator[tuple[str, str, WeightTarget]]:
+        """Yield (path of the module here, name in transformers' model, the tensor there)."""
+        for path, module in self.named_modules():
+            there = path.removeprefix("hf").removeprefix(".")
+            if path == "body" or path.startswith("body."):
+                there = self.body_path + path.removeprefix("body")
+            if isinstance(module, ShardedLayer):
+                for name, target in module.weight_targets(there, ()):
+                    is_embedding = isinstance(module, LMHead) and self.tied and name.endswith(".weight")
+                    if not is_embedding:
+                        yield path, name, target
+                continue
+            for name, value in module.named_parameters(recurse=False):
+                yield path, f"{there}.{name}", make_whole_target(value)
+
+
+def find_path(model: nn.Module, module: nn.Module) -> str:
+    """Return the path of a module in a model; ValueError if it is not there."""
+    path = next((path for path, other in model.named_modules() if other is module), "")
+    if not path:
+        what = type(module).__name__
+        raise ValueError(f"{type(model).__name__} cannot run through transformers' code: its {what} is no part of it")
+    return path
+
+
+def refuse_states(model: nn.Module) -> None:
+    """Raise a ValueError if a module keeps a state from token to token. It may lie beside attention, in one layer."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Conv1d) or hasattr(module, "A_log"):
+            raise ValueError(
+                f"{type(model).__name__} cannot run through transformers' code: {name} keeps a state from token to "
+                "token, for which this engine has no place there"
+            )
