@@ -233,7 +233,7 @@ def _add_estimate(commands: Any) -> None:
     )
     weights = ("tensor_parallel_size", "pipeline_parallel_size", "dtype", "quantization", "kv_cache_dtype")
     sizes = ("kvcache_block_size", "max_num_seqs", "max_num_batched_tokens", "kvcache_memory_bytes")
-    for name in ("device", "max_model_len", *weights, "gpu_memory_utilization", *sizes):
+    for name in ("device", "max_model_len", "model_impl", *weights, "gpu_memory_utilization", *sizes):
         _add_engine_option(parser, name)
     parser.set_defaults(run=_estimate)
 
@@ -242,8 +242,8 @@ def _estimate(options: argparse.Namespace) -> int:
     from nanovllm.apps.estimate import estimate, estimate_job, fetch_config, parse_size
     from nanovllm.apps.floor import MACHINES, Machine
 
-    hf_config = fetch_config(options.model)
     config = read_engine_config(options)
+    hf_config = fetch_config(options.model, config.model_impl)
     typical = as_integer(options.typical_output, "--typical-output", 1)
     memory = parse_size(options.memory) if options.memory is not None else None
     machine = None

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from nanovllm.apps.estimate import fetch_config
+from nanovllm.apps.estimate import describe_code, fetch_config
 from nanovllm.backends import NAMES
 from nanovllm.backends.cpu.library import cache_folder, describe_danger, find_compiler
 from nanovllm.models.sizes import Sizes
@@ -144,6 +144,7 @@ def describe_backends(config: "PretrainedConfig") -> Iterator[tuple[str, str]]:
     variants = sizes.list_variants()
     work = Work(device, dtype, *find_heads(sizes), num_parameters=sizes.num_parameters, variants=variants)
     work = work._replace(dtype=resolve_dtype("auto", "auto", work))
+    yield "runs", describe_code(sizes)
     yield "device", str(device)
     yield "dtype", f"{str(work.dtype).removeprefix('torch.')} (the model has {str(dtype).removeprefix('torch.')})"
     candidates = list_candidates("auto", work)

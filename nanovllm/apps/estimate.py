@@ -53,11 +53,14 @@ def parse_size(text: str) -> int:
     return size
 
 
-def fetch_config(model: str) -> "PretrainedConfig":
+def fetch_config(model: str, model_impl: str = "auto") -> "PretrainedConfig":
     """Return the configuration of a shape, a folder, a config.json or a Hugging Face id.
 
     Of an id only config.json is fetched, with the settings of quantisation that older tools keep beside it. Nothing is
     fetched if the id names a shape, as Qwen/Qwen3-8B does.
+
+    Args:
+        model_impl: the option: whose code computes the model.
 
     Raises:
         ValueError: there is no such model, or one that is not supported.
@@ -66,11 +69,11 @@ def fetch_config(model: str) -> "PretrainedConfig":
         path = as_path(model)
         shape = model.rpartition("/")[2].lower()
         if model.lower() in (shape, PRESETS.get(shape, "").lower()) and shape in PRESETS and not path.exists():
-            return load_model_config(preset_config(shape), f"preset {shape}")
+            return load_model_config(preset_config(shape), f"preset {shape}", model_impl)
         if not path.is_file():
             folder = find_folder(model) or download(model, ["config.json", *QUANTIZATION_CONFIGS])
-            return load_model_config(read_config(folder), str(folder / "config.json"))
-        return load_model_config(read_json(path), str(path))
+            return load_model_config(read_config(folder), str(folder / "config.json"), model_impl)
+        return load_model_config(read_json(path), str(path), model_impl)
     except ValueError as error:
         raise explain(error, model) or error from error
 
@@ -126,6 +129,7 @@ class Estimate:
         num_parameters: the parameters of the whole model.
         memory: the bytes on one GPU. The activations are estimated.
         format: how the weights are stored, such as "bfloat16" or "int8".
+        code: whose code computes the model: see `describe_code`.
         advice: options that would make the model fit; empty if it fits.
     """
 
@@ -134,6 +138,7 @@ class Estimate:
     memory: GpuMemory
     kv_bytes_per_token: int
     format: str
+    code: str
     advice: tuple[str, ...] = ()
 
     @property
@@ -170,6 +175,7 @@ class Estimate:
         if config.kvcache_memory_bytes is not None:
             room = "the KV cache gets kvcache_memory_bytes"
         rows = [
+            ("runs", self.code),
             ("parameters", f"{self.num_parameters:,} in all"),
             (self.device.memory, f"{_gib(memory.total)}, of which {room}"),
             ("weights", f"{_gib(memory.weights)} in {self.format}"),
@@ -192,6 +198,14 @@ class Estimate:
         lacking = f"one sequence of {self.config.max_model_len:,} tokens" if self.kv_budget > 0 else "the model"
         advice = "; or ".join(self.advice) or f"no option alone, but {self.device.larger}"
         return f"It does not fit: there is no room for {lacking}. What would help: {advice}."
+
+
+def describe_code(sizes: Sizes) -> str:
+    """Return whose code computes a model, for a table. A model that nobody's code computes has no sizes."""
+    count_modules = getattr(sizes.model, "count_modules", None)
+    if count_modules is None:
+        return "natively"
+    return "through transformers' code; {} of {} modules are ours".format(*count_modules())
 
 
 def _gib(size: int) -> str:
@@ -231,13 +245,14 @@ def _estimate(hf_config: "PretrainedConfig", config: ResolvedConfig, gpu_memory:
     memory = GpuMemory(gpu_memory, others=0, weights=0, activations=activations, graphs=0)
     quantizer = make_quantizer(config, hf_config)
     named = config.dtype if quantizer is None else quantizer.describe()
-    num_parameters = Sizes(hf_config).num_parameters
+    whole = Sizes(hf_config)
 
     def estimate_share(one: Sizes) -> Estimate:
         weights = one.weight_bytes(dtype, quantizer)
         states = one.row_bytes(dtype) * (config.max_num_seqs + 1)
         taken = replace(memory, weights=weights, states=states)
-        return Estimate(config, num_parameters, taken, one.kv_bytes(getattr(torch, config.kv_dtype)), named)
+        kv_bytes = one.kv_bytes(getattr(torch, config.kv_dtype))
+        return Estimate(config, whole.num_parameters, taken, kv_bytes, named, describe_code(whole))
 
     estimates = [estimate_share(one) for one in shares]
     return min(estimates, key=lambda one: one.num_tokens)  # all stages have as many blocks as the poorest

@@ -1,6 +1,6 @@
 """Counts the parameters and the memory of a model, or of one rank's share of it."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,19 +30,21 @@ class Sizes:
         config: "PretrainedConfig",
         size: int = 1,
         decoder: "type[Decoder] | None" = None,
-        backend: Backend | None = None,
+        head_dims: Collection[int] | None = None,
     ) -> None:
         """
         Args:
             size: how many ranks share each layer.
             decoder: the class of the model, or of a part of it. None: what `find_decoder` finds.
-            backend: decides how a layer stores keys and values. None: plain torch.
+            head_dims: those of the backend, to which a layer may pad its heads: see `Backend`.
 
         Raises:
             ValueError: so many ranks cannot share the model evenly.
         """
+        backend = Backend()
+        backend.head_dims = head_dims  # type: ignore[misc]  # of this backend alone
         with torch.device("meta"):
-            self.model = (decoder or find_decoder(config))(config, backend or Backend(), Parallel(0, size), 1)
+            self.model = (decoder or find_decoder(config))(config, backend, Parallel(0, size), 1)
         self.num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
 
     def weight_bytes(self, dtype: torch.dtype, quantizer: Quantizer | None = None) -> int:

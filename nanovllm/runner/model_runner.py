@@ -76,7 +76,7 @@ class ModelRunner:
         self.kv_dtype: torch.dtype = getattr(torch, config.kv_dtype)
         self.hf_config = hf_config
         self.backend = make_backend(config.attention_backend, self.device)
-        self.sizes = Sizes(hf_config, parallel.size, decoder, self.backend)
+        self.sizes = Sizes(hf_config, parallel.size, decoder, self.backend.head_dims)
         self.quantizer = quantizer
         self.decoder = decoder
         self._read_weights = read_weights

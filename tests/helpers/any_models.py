@@ -176,24 +176,19 @@ CASES: dict[str, Case] = {
     "NanoChatForCausalLM": Case("full, capped logits", {}),
     "CwmForCausalLM": Case("window", SLIDING | {"bos_token_id": 0}),
     "PersimmonForCausalLM": Case("full, norms of heads", OLD),
-    "XGLMForCausalLM": Case("full, learned positions", OLD | {"ffn_dim": 96, "intermediate_size": ...}),
-    "DiffLlamaForCausalLM": Case("differential", {}),
-    "LagunaForCausalLM": Case("window, experts", {}),
+    "LagunaForCausalLM": Case("window, experts", SLIDING | SPARSE | {"shared_expert_intermediate_size": 48}),
     "Jais2ForCausalLM": Case("full", {}),
-    "SolarOpenForCausalLM": Case("full, experts", {}),
-    "YoutuForCausalLM": Case("latent", LATENT),
-    "HyperCLOVAXForCausalLM": Case("full, scaled", {}),
-    "AfmoeForCausalLM": Case("window, gated, experts", {}),
-    "MellumForCausalLM": Case("window, experts", {}),
-    "GraniteSWAForCausalLM": Case("window", {}),
-    "ExaoneMoeForCausalLM": Case("window, experts", {}),
-    "DogeForCausalLM": Case("", {}),
-    "ModernBertDecoderForCausalLM": Case(
-        "window", {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0, "cls_token_id": 0, "sep_token_id": 0}
+    "SolarOpenForCausalLM": Case(
+        "full, experts", {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     ),
+    "YoutuForCausalLM": Case("latent", LATENT),
+    "HyperCLOVAXForCausalLM": Case("full, scaled", {"logits_scaling": 0.5, "attention_multiplier": 0.2}),
+    "AfmoeForCausalLM": Case("window, gated, experts", SLIDING | SPARSE | {"num_shared_experts": 1}),
+    "MellumForCausalLM": Case("window, experts", SLIDING | SPARSE),
+    "GraniteSWAForCausalLM": Case("window, scaled", SLIDING | {"logits_scaling": 0.5}),
+    "ExaoneMoeForCausalLM": Case("window, experts", SLIDING | SPARSE | {"mlp_layer_types": ["dense", "sparse"]}),
     "BioGptForCausalLM": Case("full", {}),
-    "LongcatFlashForCausalLM": Case("latent", LATENT),
-    "AriaTextForCausalLM": Case("full", {}),
+    "AriaTextForCausalLM": Case("full, experts", {"moe_num_experts": 4}),
 }
 """By the name of transformers' class."""
 

@@ -43,7 +43,8 @@ def make_config(data: dict[str, Any], source: str) -> "PretrainedConfig":
             config_class = CONFIG_MAPPING[kind]
             config = config_class.from_dict(config_class._decode_special_floats(data))
         except Exception as error:  # transformers validates with exceptions of many libraries
-            raise ValueError(f"{source} is not a valid configuration of {quote(kind)}: {error}") from error
+            told = " ".join(str(error).split())
+            raise ValueError(f"{source} is not a valid configuration of {quote(kind)}: {told}") from error
     model_class = None if config is None else find_class(config)
     if model_class is None or not names_causal_model(architectures, model_class.__name__):
         from nanovllm.models.model_config import FAMILIES

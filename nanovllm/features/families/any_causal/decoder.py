@@ -24,6 +24,7 @@ from nanovllm.models.layers.linear import MatrixModule
 from nanovllm.models.layers.parallel import Parallel
 from nanovllm.models.layers.weights import ShardedLayer, WeightTarget, make_whole_target
 from nanovllm.ops.step_inputs import StepInputs
+from nanovllm.utils.machine import default_dtype
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -108,9 +109,12 @@ class AnyDecoder(nn.Module):
         self.most_positions: int | None = None
         config = copy.deepcopy(config)
         config._experts_implementation = "batched_mm"  # theirs, for mixtures that are not ours: it reads no values
-        with parameters_on_meta():
-            self.hf = AutoModelForCausalLM.from_config(config, dtype=torch.get_default_dtype()).eval()
-            self.hf.tie_weights()
+        try:
+            with parameters_on_meta():
+                self.hf = AutoModelForCausalLM.from_config(config, dtype=torch.get_default_dtype()).eval()
+                self.hf.tie_weights()
+        except Exception as error:  # whatever their code raises for values that contradict each other
+            raise ValueError(f"transformers cannot make a model of {type(config).__name__}: {error}") from error
         refuse_states(self.hf)
         patterns = [IGNORED, *(self.hf._keys_to_ignore_on_load_unexpected or ())]
         self._ignored = re.compile("|".join(patterns))
@@ -172,7 +176,7 @@ class AnyDecoder(nn.Module):
         if not isinstance(embedding, nn.Embedding) or type(head) is not nn.Linear:
             raise ValueError(f"its embedding is {type(embedding).__name__} and its head {type(head).__name__}")
         self.tied = head.weight is embedding.weight
-        with torch.device("cpu"), torch.no_grad():
+        with torch.device("cpu"), default_dtype(torch.float32), torch.no_grad():
             scale = find_scale(embedding)
         own_head = Head(head)
         own_embedding = Embedding(embedding, scale)
@@ -190,7 +194,7 @@ class AnyDecoder(nn.Module):
         ids = torch.zeros(1, 2, dtype=torch.int64, device="meta")
         positions = torch.arange(2, device="meta")[None]
         buffers = [(m, name, value) for m in self.modules() for name, value in m._buffers.items() if value is not None]
-        ours: list[Any] = [m for m in self.modules() if isinstance(getattr(m, "backend", None), Backend)]
+        ours: list[Any] = [m for m in self.body.modules() if isinstance(getattr(m, "backend", None), Backend)]
         for module, name, value in buffers:
             module._buffers[name] = value.to("meta")
         for module in ours:

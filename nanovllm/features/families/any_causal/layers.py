@@ -18,6 +18,7 @@ from nanovllm.models.layers.linear import ColumnParallelLinear, Part, RowParalle
 from nanovllm.models.layers.parallel import Parallel
 from nanovllm.models.layers.weights import NamedTargets, ShardedLayer, make_whole_target
 from nanovllm.ops.rms_norm import rms_norm_reference
+from nanovllm.utils.machine import default_dtype
 
 T = TypeVar("T")
 
@@ -261,7 +262,7 @@ class Swap:
         names = [name for name, _ in module.named_parameters()]
         key = (trial, type(module), repr(settings), *names)
         if key not in self._results:
-            with torch.device("cpu"), torch.no_grad():
+            with torch.device("cpu"), default_dtype(torch.float32), torch.no_grad():
                 try:
                     self._results[key] = trial(module)
                 except Exception:

@@ -21,10 +21,23 @@ NUM_TOKENS = 20
 CHUNKS = (9, 7, 1, 1, 1, 1)
 """The tokens that the steps compute: chunks of a prompt, and decodes."""
 
-BOUNDS = {"float32": 0.001, "bfloat16": 0.5, "float16": 0.1}
-"""The largest difference of a token's log-probability, by the number format."""
+WORST_FLOAT32 = 0.001
+"""The largest difference of a token's log-probability in float32. Small random models of 70 architectures differ by
+1e-6 to 9e-4; a scale that is wrong by a fifth makes 0.2 to 20."""
 
-TESTED: frozenset[str] = frozenset()
+MIDDLE_16_BITS = 0.3
+"""The median of the differences with 16 bits, where rounding alone may move a single token by more than 1: the median
+of such models is 0.005 to 0.17, but for two with huge logits. So 16 bits show gross mistakes alone."""
+
+_STEMS = """
+Afmoe Apertus Arcee AriaText BioGpt BitNet Cohere2 Cohere Cwm DeepseekV2 DeepseekV3 Dots1 Ernie4_5
+Ernie4_5_Moe Exaone4 ExaoneMoe FlexOlmo GPTBigCode GPTJ GPTNeoX Gemma2 Gemma3 Gemma3n Gemma4 Gemma Glm4
+Glm4Moe Glm4MoeLite Glm GptOss Granite GraniteMoe GraniteMoeHybrid GraniteMoeShared GraniteSWA Helium
+HunYuanDenseV1 HunYuanMoEV1 HyperCLOVAX Jais2 Laguna Llama Mellum MiMoV2Flash MiniCPM3 MiniMaxM2 Ministral3
+Ministral Mistral Mixtral NanoChat Nemotron OPT Olmo2 Olmo3 Olmo Olmoe Persimmon Phi3 Phi Phimoe Qwen2
+Qwen2Moe Qwen3 Qwen3Moe SeedOss SmolLM3 SolarOpen StableLm Starcoder2 VaultGemma Youtu
+"""
+TESTED = frozenset((*(f"{stem}ForCausalLM" for stem in _STEMS.split()), "GPT2LMHeadModel"))
 """The classes that tests/models/test_any_model.py compares with transformers. They need no proof at load."""
 
 
@@ -33,12 +46,14 @@ def prove(model: "AnyDecoder", config: ResolvedConfig) -> None:
     name = type(model.hf).__name__
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(config.vocab_size, (NUM_TOKENS,), generator=generator, dtype=torch.int32)
-    difference = float((run_paged(model, config, ids) - run_whole(model, ids)).abs().max())
-    bound = BOUNDS[config.dtype]
-    if not difference <= bound:  # so NaN fails, too
+    differences = (run_paged(model, config, ids) - run_whole(model, ids)).abs()
+    is_wide = config.dtype == "float32"
+    found = float(differences.max() if is_wide else differences.median())
+    bound = WORST_FLOAT32 if is_wide else MIDDLE_16_BITS
+    if not found <= bound:  # so NaN fails, too
         raise ValueError(
-            f"{name} gives other numbers with this engine's attention than with transformers': a log-probability "
-            f"differs by {difference:.3g}, and by rounding it may differ by {bound} in {config.dtype}; so it is not run"
+            f"{name} gives other numbers with this engine's attention than with transformers': log-probabilities "
+            f"differ by {found:.3g}, and by rounding they may differ by {bound} in {config.dtype}; so it is not run"
         )
 
 

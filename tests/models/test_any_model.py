@@ -1,0 +1,507 @@
+"""Causal models of transformers without a family here say, token for token, what transformers says."""
+
+import json
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from helpers.adapters import save_adapter
+from helpers.any_models import CASES, compare, run_case, save_any
+from helpers.tiny import CROWDED, draw_prompts, edit_json, save_random
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import masking_utils
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.apps.cli import main
+from nanovllm.apps.doctor import describe
+from nanovllm.backends.cpu.backend import CpuBackend
+from nanovllm.features.families.any_causal import attend, layers, proof
+from nanovllm.features.families.any_causal.decoder import AnyDecoder
+from nanovllm.models.model_config import OTHERS, find_family, load_model_config
+
+OPTIONS = CROWDED | {"attention_backend": "torch"}
+KINDS = {
+    "Gemma3ForCausalLM": "window",
+    "Gemma4ForCausalLM": "heads that differ by layer, and shared keys",
+    "GptOssForCausalLM": "sinks, and experts that are stored transposed",
+    "DeepseekV3ForCausalLM": "latent attention and experts",
+    "GPT2LMHeadModel": "learned positions, and matrices that are not nn.Linear",
+}
+"""An architecture of each kind."""
+
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+
+
+def generate(llm: LLM) -> list[list[int]]:
+    return [output["token_ids"] for output in llm.generate(draw_prompts([30, 5, 70]), GREEDY, use_tqdm=False)]
+
+
+# ---- tokens
+
+PLAIN = ("Gemma3ForCausalLM", "GptOssForCausalLM", "DeepseekV3ForCausalLM", "OPTForCausalLM")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in PLAIN else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
+)
+def test_tokens_are_transformers(name: str, tmp_path: Path) -> None:
+    """Log-probabilities differ by rounding: by 1e-4 at most, but in random models with huge logits more."""
+    found, stats = run_case(tmp_path, name)
+    assert stats["num_preemptions"] and stats["num_cached_tokens"]
+    assert found.num_equal == found.num_tokens == 216
+    assert found.worst < 1e-3
+
+
+def test_what_needs_no_proof_at_load_is_what_is_tested() -> None:
+    assert set(CASES) == proof.TESTED
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["Gemma2ForCausalLM", *(pytest.param(name, marks=pytest.mark.slow) for name in (*KINDS, "MiniCPM3ForCausalLM"))],
+)
+def test_compiled_kernels_say_the_same(name: str, tmp_path: Path) -> None:
+    found, _ = run_case(tmp_path, name, attention_backend="cpu")
+    assert found.num_equal == found.num_tokens
+    assert found.worst < 1e-3
+
+
+def test_heads_are_padded_to_what_the_kernels_take(tmp_path: Path) -> None:
+    model = save_any(tmp_path, "PhiForCausalLM", hidden_size=80)  # 4 heads of 20
+    for backend, stored in (("torch", 20), ("cpu", min(dim for dim in CpuBackend.head_dims if dim >= 20))):
+        with LLM(tmp_path, **OPTIONS | {"attention_backend": backend}) as llm:
+            assert compare(model, llm).num_equal == 216
+            assert llm.engine.runner.caches[0].keys.shape[3] == stored
+            assert llm.engine.runner.count_block_bytes() == 2 * 2 * 16 * 2 * stored * 4  # layers, sides, tokens, heads
+
+
+def test_the_text_part_of_a_checkpoint_with_pictures_runs(tmp_path: Path) -> None:
+    text = save_any(tmp_path / "text", "Gemma3ForCausalLM").config
+    vision = transformers.SiglipVisionConfig(
+        hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14
+    )
+    config = transformers.Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
+    whole = transformers.Gemma3ForConditionalGeneration(config).float().eval()
+    own = transformers.Gemma3ForCausalLM.from_pretrained(tmp_path / "text").float().eval()
+    whole.model.language_model.load_state_dict(own.model.state_dict())
+    whole.save_pretrained(tmp_path / "whole")
+    with LLM(tmp_path / "whole", **OPTIONS) as llm:
+        found = compare(own, llm)
+    assert found.num_equal == found.num_tokens
+    assert found.worst < 1e-3
+
+
+def test_the_lm_head_is_the_checkpoint_s_own_where_it_has_one(tmp_path: Path) -> None:
+    model = save_any(tmp_path, "GPTNeoXForCausalLM")
+    assert not model.config.tie_word_embeddings
+    with LLM(tmp_path, **OPTIONS) as llm:
+        assert compare(model, llm).num_equal == 216
+
+
+def test_longrope_has_the_table_of_its_original_length(tmp_path: Path) -> None:
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "short_factor": [1.0, 1.5] * 4,
+        "long_factor": [4.0, 8.0] * 4,
+        "factor": 2.0,
+        "original_max_position_embeddings": 160,
+    }
+    model = save_any(
+        tmp_path, "Phi3ForCausalLM", head_dim=..., rope_parameters=rope, original_max_position_embeddings=160
+    )
+    with LLM(tmp_path, **OPTIONS) as llm:
+        found = compare(model, llm)
+    assert found.num_equal == found.num_tokens
+    with pytest.raises(ValueError, match=r"longrope.* beyond 160 tokens.* set it to at most 160"):
+        LLM(tmp_path, **OPTIONS | {"max_model_len": 161})
+
+
+# ---- whose code
+
+
+def test_a_native_family_through_transformers_code_is_a_second_reference(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_random(tmp_path)
+    said = {}
+    for choice in ("auto", "nanovllm", "transformers"):
+        with caplog.at_level(logging.WARNING), LLM(tmp_path, model_impl=choice, **OPTIONS) as llm:
+            said[choice] = generate(llm)
+        lines = [record.message for record in caplog.records if "transformers' code" in record.message]
+        assert len(lines) == (choice == "transformers")
+    assert said["auto"] == said["nanovllm"] == said["transformers"]
+    assert lines == ["Qwen3ForCausalLM runs through transformers' code: 19 of 20 modules are ours"]
+
+
+def test_nanovllm_s_code_alone_refuses_what_it_lacks(tmp_path: Path) -> None:
+    save_any(tmp_path, "Gemma3ForCausalLM")
+    with pytest.raises(ValueError, match=r'supported are: Qwen3ForCausalLM.*; model_impl="auto" also runs'):
+        LLM(tmp_path, model_impl="nanovllm", **OPTIONS)
+    with pytest.raises(ValueError, match="model_impl"):
+        LLM(tmp_path, model_impl="torch", **OPTIONS)
+
+
+def test_estimate_and_doctor_say_whose_code_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_any(tmp_path / "gemma", "Gemma3ForCausalLM")
+    for arguments, code in (
+        (["tiny-qwen3"], "natively"),
+        (["tiny-qwen3", "--model-impl", "transformers"], "through transformers' code; 51 of 52 modules are ours"),
+        ([str(tmp_path / "gemma")], "through transformers' code; 23 of 26 modules are ours"),
+    ):
+        assert main(["estimate", *arguments, "--device", "cpu"]) == 0
+        assert f"  runs                            {code}\n" in capsys.readouterr().out
+    assert "  runs                 natively\n" in describe("tiny-qwen3")
+    assert "  runs                 through transformers' code; 23 of 26" in describe(str(tmp_path / "gemma"))
+    transformers.FalconH1Config(num_hidden_layers=2, hidden_size=64, mamba_d_ssm=64, mamba_n_heads=4).save_pretrained(
+        tmp_path / "h1"
+    )
+    edit_json(tmp_path / "h1" / "config.json", architectures=["FalconH1ForCausalLM"])
+    for command in (["doctor"], ["estimate", "--device", "cpu"]):
+        assert main([*command, str(tmp_path / "h1")]) == 2
+        assert "keeps a state from token to token" in capsys.readouterr().err
+
+
+# ---- features
+
+
+@pytest.fixture(
+    scope="module", params=[n if n == "Gemma4ForCausalLM" else pytest.param(n, marks=pytest.mark.slow) for n in KINDS]
+)
+def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, Any]:
+    folder = tmp_path_factory.mktemp("model")
+    return request.param, folder, save_any(folder, request.param)
+
+
+@pytest.mark.parametrize("method", ["ngram", "draft_model"])
+def test_drafts_change_no_token(saved: tuple[str, Path, Any], method: str) -> None:
+    _, folder, model = saved
+    drafts = {"method": "ngram"} if method == "ngram" else {"model": str(folder)}
+    with LLM(folder, speculative_config={**drafts, "num_speculative_tokens": 3}, **OPTIONS) as llm:
+        found = compare(model, llm)
+        assert llm.stats()["num_accepted_tokens"]
+    assert found.num_equal == found.num_tokens
+
+
+def test_int8_says_the_same_in_torch_and_in_cpp(saved: tuple[str, Path, Any]) -> None:
+    name, folder, _ = saved
+    options = OPTIONS | {"quantization": "int8", "kv_cache_dtype": "int8"}
+    if name == "GptOssForCausalLM":
+        with pytest.raises(ValueError, match=r"quantization is 'int8', and GptOss.* stores its experts transposed"):
+            LLM(folder, **options)
+        options["quantization"] = None
+    said = []
+    for backend in ("torch", "cpu"):
+        with LLM(folder, **options | {"attention_backend": backend}) as llm:
+            said.append(generate(llm))
+    assert said[0] == said[1]
+
+
+@pytest.mark.parametrize("backend", ["torch", "cpu"])
+def test_new_weights_are_those_of_a_fresh_engine(saved: tuple[str, Path, Any], backend: str, tmp_path: Path) -> None:
+    name, folder, _ = saved
+    other = save_any(tmp_path, name, seed=1)
+    with LLM(folder, **OPTIONS | {"attention_backend": backend}) as llm:
+        before = generate(llm)
+        llm.load_weights(load_file(tmp_path / "model.safetensors").items())
+        found = compare(other, llm)
+        assert found.num_equal == found.num_tokens
+        llm.load_weights(load_file(folder / "model.safetensors").items())
+        assert generate(llm) == before
+
+
+def test_who_sleeps_wakes_up_as_before(saved: tuple[str, Path, Any]) -> None:
+    with LLM(saved[1], **OPTIONS) as llm:
+        before = generate(llm)
+        for level in (1, 2):
+            llm.sleep(level)
+            llm.wake_up()
+            assert generate(llm) == before
+
+
+@torch.inference_mode()
+def test_vectors_are_transformers_hidden_states(saved: tuple[str, Path, Any]) -> None:
+    _, folder, model = saved
+    prompts = draw_prompts([30, 5, 70])
+    with LLM(folder, **OPTIONS) as llm:
+        vectors = llm.embed(prompts, normalize=False, use_tqdm=False)
+    for prompt, vector in zip(prompts, vectors, strict=True):
+        expected = model.get_decoder()(torch.tensor([prompt]), use_cache=False)[0][0, -1]
+        torch.testing.assert_close(torch.tensor(vector.embedding), expected, rtol=1e-3, atol=1e-3)
+
+
+def test_an_adapter_is_merged_or_refused_by_the_matrix(saved: tuple[str, Path, Any], tmp_path: Path) -> None:
+    name, folder, _ = saved
+    model = getattr(transformers, name).from_pretrained(folder).float().eval()
+    targets = {"GPT2LMHeadModel": ["c_attn"], "DeepseekV3ForCausalLM": ["o_proj"]}.get(name, ["q_proj", "o_proj"])
+    merged = save_adapter(model, tmp_path, target_modules=targets)
+    if name == "GPT2LMHeadModel":
+        with pytest.raises(ValueError, match="fan_in_fan_out is not supported"):
+            LLM(folder, lora=str(tmp_path), **OPTIONS)
+        return
+    with LLM(folder, lora=str(tmp_path), **OPTIONS) as llm:
+        found = compare(merged, llm)
+    assert found.num_equal == found.num_tokens
+
+
+def test_random_weights_and_replicas(saved: tuple[str, Path, Any]) -> None:
+    _, folder, _ = saved
+    with LLM(folder, load_format="dummy", **OPTIONS) as llm:
+        assert all(len(tokens) == 8 for tokens in generate(llm))
+
+
+@pytest.mark.slow
+def test_replicas_say_the_same(tmp_path: Path) -> None:
+    save_any(tmp_path, "Gemma3ForCausalLM")
+    with LLM(tmp_path, **OPTIONS) as llm:
+        alone = generate(llm)
+    with LLM(tmp_path, data_parallel_size=2, **OPTIONS) as llm:
+        assert generate(llm) == alone
+
+
+# ---- refusals
+
+
+def save_config(folder: Path, config: Any, architecture: str, **changes: Any) -> Path:
+    config.save_pretrained(folder)
+    edit_json(folder / "config.json", architectures=[architecture], **changes)
+    return folder
+
+
+SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 500}
+REFUSED: dict[str, tuple[Callable[[], Any], str, dict[str, Any], dict[str, Any], str]] = {
+    "a state beside attention": (
+        lambda: transformers.FalconH1Config(**SMALL, mamba_d_ssm=64, mamba_n_heads=4),
+        "FalconH1ForCausalLM",
+        {},
+        {},
+        r"FalconH1ForCausalLM cannot run .*mamba.*keeps a state from token to token",
+    ),
+    "a state in place of attention": (
+        lambda: transformers.Lfm2Config(**SMALL, layer_types=["conv", "full_attention"]),
+        "Lfm2ForCausalLM",
+        {},
+        {},
+        "keeps a state from token to token",
+    ),
+    "attention of its own": (
+        lambda: transformers.BloomConfig(n_layer=2, n_head=4, hidden_size=64, vocab_size=500),
+        "BloomForCausalLM",
+        {},
+        {},
+        "cannot run through transformers' code: ",
+    ),
+    "angles that grow": (
+        lambda: transformers.HunYuanDenseV1Config(
+            **SMALL, head_dim=16, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+        ),
+        "HunYuanDenseV1ForCausalLM",
+        {},
+        {},
+        "its rope type is dynamic: a sequence's angles depend on others",
+    ),
+    "forward reads the device": (
+        lambda: transformers.JetMoeConfig(**SMALL),
+        "JetMoeForCausalLM",
+        {},
+        {},
+        "JetMoeForCausalLM cannot run through transformers' code: ",
+    ),
+    "code from the model's folder": (
+        lambda: transformers.Gemma3TextConfig(**SMALL),
+        "Gemma3ForCausalLM",
+        {"auto_map": {"AutoModelForCausalLM": "modeling.Mine"}},
+        {},
+        "auto_map.*code from models is never run here",
+    ),
+    "no causal model": (
+        lambda: transformers.Gemma3TextConfig(**SMALL),
+        "Gemma3TextForSequenceClassification",
+        {},
+        {},
+        "names 'Gemma3TextForSequenceClassification'; supported are: .* table of causal models",
+    ),
+    "a model that transformers lacks": (
+        lambda: transformers.Gemma3TextConfig(**SMALL),
+        "NewForCausalLM",
+        {"model_type": "new"},
+        {},
+        "names 'NewForCausalLM'; supported are: ",
+    ),
+    "values that transformers refuses": (
+        lambda: transformers.Gemma3TextConfig(**SMALL),
+        "Gemma3ForCausalLM",
+        {"hidden_size": "wide"},
+        {},
+        "is not a valid configuration of 'gemma3_text'",
+    ),
+    "a quantised checkpoint": (
+        lambda: transformers.Gemma3TextConfig(**SMALL),
+        "Gemma3ForCausalLM",
+        {"quantization_config": {"quant_method": "awq", "bits": 4}},
+        {},
+        "the checkpoint is quantised, and 'Gemma3ForCausalLM' runs through transformers' code",
+    ),
+    "ranks that share layers": (
+        lambda: transformers.Gemma3TextConfig(**SMALL),
+        "Gemma3ForCausalLM",
+        {},
+        {"tensor_parallel_size": 2},
+        "tensor_parallel_size is 2, and models that run through transformers' code have one rank",
+    ),
+    "stages of a pipeline": (
+        lambda: transformers.Gemma3TextConfig(**SMALL),
+        "Gemma3ForCausalLM",
+        {},
+        {"pipeline_parallel_size": 2},
+        r"on one rank: leave tensor_parallel_size \(1\) and pipeline_parallel_size \(2\) at 1",
+    ),
+    "a head too large for the kernels": (
+        lambda: transformers.Gemma3TextConfig(**SMALL, head_dim=512),
+        "Gemma3ForCausalLM",
+        {},
+        {"attention_backend": "cpu"},
+        "it has kernels for head_dim of .*, not 512",
+    ),
+    "two-way attention": (
+        lambda: transformers.Gemma3TextConfig(**SMALL, use_bidirectional_attention=True),
+        "Gemma3ForCausalLM",
+        {},
+        {},
+        "its masks are neither causal nor sliding windows",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_exact_is_refused_at_load_in_a_sentence(name: str, tmp_path: Path) -> None:
+    make, architecture, changes, options, message = REFUSED[name]
+    save_config(tmp_path, make(), architecture, **changes)
+    with pytest.raises(ValueError, match=message) as refused:
+        LLM(tmp_path, **OPTIONS | {"load_format": "dummy"} | options)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_large_mixture_that_the_kernels_do_not_compute_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = save_any(tmp_path, "OlmoeForCausalLM")
+    monkeypatch.setattr("nanovllm.features.families.any_causal.experts.is_mixture", lambda _: False)
+    with LLM(tmp_path, **OPTIONS) as llm:
+        assert compare(model, llm).num_equal == 216  # 8 experts, by transformers' code
+    monkeypatch.setattr(layers, "MOST_COPIED_EXPERTS", 7)
+    with pytest.raises(ValueError, match=r"its mixture of 8 experts.*more than 7 experts take too much memory"):
+        LLM(tmp_path, **OPTIONS)
+
+
+def call(mask: Any = None, module: torch.nn.Module | None = None, **arguments: Any) -> None:
+    heads = torch.zeros(1, 2, 2, 8)
+    mask = attend.Mask(None) if mask is None else mask
+    attend.record(module or torch.nn.Module(), heads, heads, heads, mask, **arguments)
+
+
+def test_a_call_that_asks_for_something_unknown_is_refused() -> None:
+    module = torch.nn.Module()
+    with attend.recording() as calls:
+        call(dropout=0.0, position_ids=torch.zeros(1), softcap=None, alibi=None)
+        with pytest.raises(ValueError, match="takes alibi, which this engine does not know"):
+            call(alibi=torch.zeros(2))
+        with pytest.raises(ValueError, match="has a mask that transformers' table of masks does not make"):
+            call(torch.zeros(2, 2))
+        with pytest.raises(ValueError, match="masks show the last all tokens, and its attention asks for 4"):
+            call(sliding_window=4)
+        with pytest.raises(ValueError, match="is not causal"):
+            call(is_causal=False)
+        call(module=module)
+        with pytest.raises(ValueError, match="share a module"):
+            call(module=module)
+    assert len(calls) == 2
+
+
+def test_masks_are_asked_what_they_show() -> None:
+    causal = masking_utils.causal_mask_function
+
+    def ask(function: Callable[..., Any]) -> attend.Mask:
+        return attend.describe_mask(mask_function=function)
+
+    assert ask(causal) == attend.Mask(None)
+    window = masking_utils.and_masks(masking_utils.sliding_window_overlay(300), causal)
+    assert ask(window) == attend.Mask(300)
+    chunked = masking_utils.and_masks(masking_utils.chunked_overlay(256, torch.zeros(1, dtype=torch.long)), causal)
+    assert "chunks" in ask(chunked).refusal
+    assert "neither causal nor sliding" in ask(masking_utils.bidirectional_mask_function).refusal
+    with pytest.raises(ValueError, match="parts of a mask"):
+        attend.Mask(None)[:, :, 1:]
+
+
+# ---- the proof at load
+
+REAL = attend.AttentionLayer.attend
+REAL_FORWARD = AnyDecoder.forward
+
+
+def break_scale(layer: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, sinks: Tensor | None) -> Tensor:
+    return REAL(layer, q, k, v, 1.1 * scale, sinks)
+
+
+def break_cap(layer: Any, *arguments: Any) -> Tensor:
+    layer.variant = None if layer.variant is None else layer.variant._replace(softcap=None)
+    return REAL(layer, *arguments)
+
+
+def break_sinks(layer: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, sinks: Tensor | None) -> Tensor:
+    layer.variant = None if layer.variant is None else layer.variant._replace(sinks=None)
+    return REAL(layer, q, k, v, scale, None)
+
+
+def break_shared_keys(layer: Any, *arguments: Any) -> Tensor:
+    if layer.source != layer.number:
+        layer.source = 1 - layer.number % 2  # the other of the two that are shared
+    return REAL(layer, *arguments)
+
+
+def forward_from_zero(model: AnyDecoder, inputs: Any, caches: Any) -> Tensor:
+    """Compute a step whose positions begin with 0, whatever was computed before."""
+    positions = torch.arange(len(inputs.positions), dtype=torch.int32)
+    return REAL_FORWARD(model, replace(inputs, positions=positions), caches)
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        ("Gemma2ForCausalLM", break_scale),
+        ("Gemma2ForCausalLM", break_cap),
+        ("GptOssForCausalLM", break_sinks),
+        ("Gemma3nForCausalLM", break_shared_keys),
+        ("Gemma2ForCausalLM", forward_from_zero),
+        ("OPTForCausalLM", forward_from_zero),
+    ],
+)
+def test_a_model_whose_attention_is_wrong_is_refused_at_load(
+    name: str, wrong: Callable[..., Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_any(tmp_path, name)
+    monkeypatch.setattr(proof, "TESTED", frozenset())
+    LLM(tmp_path, **OPTIONS).close()
+    if wrong is forward_from_zero:
+        monkeypatch.setattr(AnyDecoder, "forward", wrong)
+    else:
+        monkeypatch.setattr(attend.AttentionLayer, "attend", wrong)
+    with pytest.raises(ValueError, match=r"gives other numbers with this engine's attention.* may differ by 0\.001"):
+        LLM(tmp_path, **OPTIONS)
+    monkeypatch.setattr(proof, "TESTED", frozenset([name]))
+    LLM(tmp_path, **OPTIONS).close()  # the test of tokens refuses it
+
+
+def test_a_config_keeps_whose_code_runs_it_when_it_travels(tmp_path: Path) -> None:
+    save_any(tmp_path, "GraniteMoeHybridForCausalLM")
+    data = json.loads((tmp_path / "config.json").read_text())
+    config = load_model_config(data, "a file")
+    sent = json.loads(config.to_json_string(use_diff=False))
+    assert find_family(load_model_config(sent, "rank 0")) is OTHERS
