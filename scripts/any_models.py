@@ -1,0 +1,66 @@
+"""Writes the table of docs/any-model.md: small random models of many architectures, beside transformers.
+
+python scripts/any_models.py [ARCHITECTURE ...]
+
+Each model answers 9 prompts with 24 tokens each, in batches, in chunks, with prefix hits and preemption. The numbers
+are those of tests/models/test_any_model.py, in float32 with plain torch. With names of architectures it only prints.
+"""
+
+import logging
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "any-model.md"
+BEGIN = "<!-- the table of scripts/any_models.py -->\n"
+END = "<!-- its end -->\n"
+HEAD = """| architecture | attention and layers | equal tokens | largest error | seconds to load |
+| --- | --- | ---: | ---: | ---: |
+"""
+
+
+def measure(name: str) -> str:
+    """Return one row: the model is loaded once, and compared with transformers."""
+    from helpers.any_models import CASES, compare, save_any
+    from helpers.tiny import CROWDED
+
+    from nanovllm import LLM
+
+    with tempfile.TemporaryDirectory() as folder:
+        model = save_any(Path(folder), name)
+        start = time.perf_counter()
+        options = CROWDED | {"attention_backend": "torch", "model_impl": "transformers"}
+        with LLM(folder, **options) as llm:
+            seconds = time.perf_counter() - start
+            found = compare(model, llm)
+            stats = llm.stats()
+    assert stats["num_preemptions"] and stats["num_cached_tokens"]
+    equal = f"{found.num_equal} of {found.num_tokens}"
+    return f"| `{name}` | {CASES[name].kinds} | {equal} | {found.worst:.0e} | {seconds:.1f} |\n"
+
+
+def main() -> None:
+    sys.path.append(str(ROOT / "tests"))
+    import transformers
+    from helpers.any_models import CASES
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    logging.disable(logging.WARNING)
+    names = sys.argv[1:] or sorted(CASES)
+    rows = []
+    for name in names:
+        rows.append(measure(name))
+        print(rows[-1], end="", flush=True)
+    if len(names) < len(CASES):
+        return
+    page = PAGE.read_text(encoding="utf-8")
+    before, _, rest = page.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    PAGE.write_text(f"{before}{BEGIN}{HEAD}{''.join(rows)}{END}{after}", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
