@@ -1,8 +1,9 @@
 """The decoder of Qwen3 (https://arxiv.org/abs/2505.09388), Qwen2, Llama and Mistral.
 
-It computes the same numbers as transformers, up to rounding. The families differ in biases, and in norms of queries
-and keys. `FAMILIES` in models/model_config.py lists the biases and norms of each family. The decoders of other families
-are subclasses, which replace parts of this decoder.
+It computes the same numbers as transformers, up to rounding. The families differ in biases, in norms of queries and
+keys, and in sliding windows. `FAMILIES` in models/model_config.py lists the biases and norms of each family, and
+`find_window` reads the window of a layer. The decoders of other families are subclasses, which replace parts of this
+decoder.
 """
 
 from pkgutil import resolve_name

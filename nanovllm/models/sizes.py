@@ -61,10 +61,15 @@ class Sizes:
         """Return the bytes of the state of one row, in all layers; 0 for most families."""
         return self._cache_bytes(CacheSize(num_blocks=0, block_size=1, num_rows=1, kv_dtype=dtype), dtype)
 
-    def list_variants(self) -> tuple[str, ...]:
-        """Return the fields of `AttentionVariant` that layers of the model set. A layer without attention sets none."""
+    def find_variants(self) -> list[AttentionVariant]:
+        """Return the variants of all layers whose attention is a variant."""
         layers: Iterable[Any] = self.model.layers
-        variants = [getattr(layer.self_attn, "variant", None) or AttentionVariant() for layer in layers]
+        variants = (getattr(layer.self_attn, "variant", None) for layer in layers)  # a layer with a state has none
+        return [variant for variant in variants if variant is not None]
+
+    def list_variants(self) -> tuple[str, ...]:
+        """Return the fields of `AttentionVariant` that layers of the model set."""
+        variants = self.find_variants()
         fields = AttentionVariant._fields
         return tuple(name for name in fields if any(getattr(variant, name) is not None for variant in variants))
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from helpers.cpu_checks import PLAIN, VARIANTS, Kind, make_variant
 from helpers.kernel_cases import make_inputs
-from helpers.tiny import draw_prompts, save_random
+from helpers.tiny import SLIDING, draw_prompts, save_random
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -214,7 +214,7 @@ def test_quantised_weights_leave_a_request_its_bits(quantization: str, tmp_path:
 def company(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Company:
     dtype, kv_cache_dtype = request.param
     folder = tmp_path_factory.mktemp("model")
-    save_random(folder, use_sliding_window=True, sliding_window=20, max_window_layers=1)  # one of its two layers slides
+    save_random(folder, **SLIDING)
     return Company(folder, dtype, kv_cache_dtype=kv_cache_dtype)
 
 
