@@ -252,7 +252,8 @@ print(build_meta.build_sdist(sys.argv[1]))
 @pytest.mark.slow
 def test_a_wheel_of_the_source_archive_holds_every_file_of_the_package_and_runs_elsewhere(tmp_path: Path) -> None:
     """C++ sources, the built-in model, the page of the window and py.typed among them. Needs setuptools."""
-    source, built = tmp_path / "source", tmp_path / "built"
+    source = tmp_path / "source"
+    built = tmp_path / "built"
     source.mkdir()
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
