@@ -20,6 +20,7 @@ NOT_RUN = {
     ("answers", 0): "needs tokens of thinking: tests/api/test_reasoning.py runs the page",
     ("answers", 1): "as the first block",
     ("answers", 3): "as the first block",
+    ("any-model", 0): "is for a model of the hub: tests/models/test_any_model.py has small ones",
     ("evaluation", 0): "reads its tasks from the Hugging Face hub: tests/api/test_lm_eval.py has tasks of its own",
     ("ray", 0): "starts a cluster: tests/jobs/test_ray.py does",
 }

@@ -100,8 +100,9 @@ class AttentionLayer:
 
     def make_cache(self, size: CacheSize, dtype: torch.dtype, device: torch.device) -> KVCache:
         """Return the blocks of this layer, empty. A layer that reads another layer's keys and values has none."""
-        num_blocks = size.num_blocks if self.source == self.number else 0
-        shape = (num_blocks, size.block_size, self.kv_heads, self.stored_dim)
+        shape = (size.num_blocks, size.block_size, self.kv_heads, self.stored_dim)
+        if self.source != self.number:
+            return KVCache(*(torch.empty(0, *shape[1:], dtype=size.kv_dtype, device=device) for _ in range(2)))
         return self.backend.allocate_cache(shape, size.kv_dtype, device)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float, sinks: Tensor | None) -> Tensor:
