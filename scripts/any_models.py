@@ -1,11 +1,13 @@
 """Writes the table of docs/any-model.md: small random models of many architectures, beside transformers.
 
-python scripts/any_models.py [ARCHITECTURE ...]
+python scripts/any_models.py [ARCHITECTURE ...] [--attention-backend cpu]
 
 Each model answers 9 prompts with 24 tokens each, in batches, in chunks, with prefix hits and preemption. The numbers
-are those of tests/models/test_any_model.py, in float32 with plain torch. With names of architectures it only prints.
+are those of tests/models/test_any_model.py, in float32. With names of architectures, or another backend than plain
+torch, it only prints.
 """
 
+import argparse
 import logging
 import sys
 import tempfile
@@ -21,7 +23,7 @@ HEAD = """| architecture | attention and layers | equal tokens | largest error |
 """
 
 
-def measure(name: str) -> str:
+def measure(name: str, backend: str) -> str:
     """Return one row: the model is loaded once, and compared with transformers."""
     from helpers.any_models import CASES, compare, save_any
     from helpers.tiny import CROWDED
@@ -31,7 +33,7 @@ def measure(name: str) -> str:
     with tempfile.TemporaryDirectory() as folder:
         model = save_any(Path(folder), name)
         start = time.perf_counter()
-        options = CROWDED | {"attention_backend": "torch", "model_impl": "transformers"}
+        options = CROWDED | {"attention_backend": backend, "model_impl": "transformers"}
         with LLM(folder, **options) as llm:
             seconds = time.perf_counter() - start
             found = compare(model, llm)
@@ -42,6 +44,10 @@ def measure(name: str) -> str:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="ARCHITECTURE")
+    parser.add_argument("--attention-backend", default="torch")
+    args = parser.parse_args()
     sys.path.append(str(ROOT / "tests"))
     import transformers
     from helpers.any_models import CASES
@@ -49,12 +55,11 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     logging.disable(logging.WARNING)
-    names = sys.argv[1:] or sorted(CASES)
     rows = []
-    for name in names:
-        rows.append(measure(name))
+    for name in args.names or sorted(CASES):
+        rows.append(measure(name, args.attention_backend))
         print(rows[-1], end="", flush=True)
-    if len(names) < len(CASES):
+    if args.names or args.attention_backend != "torch":
         return
     page = PAGE.read_text(encoding="utf-8")
     before, _, rest = page.partition(BEGIN)

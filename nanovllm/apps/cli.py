@@ -36,7 +36,7 @@ class _Parser(argparse.ArgumentParser):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command, and return its exit status."""
-    parser = _Parser("nanovllm", description="Offline inference of language models: Qwen, Llama, Mistral, and most others.")
+    parser = _Parser("nanovllm", description="Offline inference of Qwen, Llama, Mistral and most other models.")
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
     _add_chat(commands)

@@ -67,6 +67,7 @@ def test_every_engine_option_reaches_the_engine(monkeypatch: pytest.MonkeyPatch)
         "kvcache_block_size": 32,
         "attention_backend": "torch",
         "load_format": "auto",  # with "dummy" there is no lora
+        "model_impl": "transformers",
         "distributed_backend": "gloo",
         "kv_cache_dtype": "int8",
         "order": "given",

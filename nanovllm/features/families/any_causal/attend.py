@@ -112,7 +112,7 @@ class AttentionLayer:
         assert isinstance(cache, KVCache)
         dim = cache.keys.shape[3]
         inputs = step.inputs[self.form]
-        q = pad(q, dim).transpose(0, 1)
+        q = pad(q, dim).transpose(0, 1).contiguous()
         if self.source == self.number:
             qkv = torch.cat((q, pad(k, dim).transpose(0, 1), pad(v, dim).transpose(0, 1)), 1).flatten(1)
             norms = NormRope(None, None, 0.0, step.angles[dim])

@@ -3,6 +3,7 @@
 import logging
 import re
 from collections.abc import Iterable
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.config import EngineConfig, ResolvedConfig
@@ -14,6 +15,13 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 logger = logging.getLogger(__name__)
+
+PRIVATE = (
+    ("transformers.core_model_loading", "revert_weight_conversion"),
+    ("transformers.initialization", "no_init_weights"),
+    ("transformers.masking_utils", "find_packed_sequence_indices"),
+)
+"""(module, name) of what is used of transformers, and is not public. All of it is used at load."""
 
 UNREAD = "unread."
 """Stands before the names of tensors that are not read: those for pictures and sound, for example."""
@@ -34,6 +42,10 @@ def make_config(data: dict[str, Any], source: str) -> "PretrainedConfig":
     """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+    for module, name in PRIVATE:
+        if not hasattr(import_module(module), name):
+            version = import_module("transformers").__version__
+            raise ValueError(f"{source}: transformers {version} has no {module}.{name}; 5.24, which was tested, has it")
     architectures = data.get("architectures") or []
     named = ", ".join(map(quote, architectures)) or "no architecture"
     kind = data.get("model_type")

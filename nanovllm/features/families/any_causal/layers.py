@@ -108,7 +108,8 @@ class Norm(ShardedLayer):
         self.weight = nn.Parameter(torch.empty(self.size, dtype=dtype), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.backend.rms_norm(x.reshape(-1, x.shape[-1]), self.weight, self.eps).view(x.shape)
+        rows = x.reshape(-1, x.shape[-1]).contiguous()  # x may be a part of a wider tensor
+        return self.backend.rms_norm(rows, self.weight, self.eps).view(x.shape)
 
     def weight_targets(self, path: str, names: Collection[str]) -> NamedTargets:
         yield f"{path}.weight", make_whole_target(self.weight, self.plus)
