@@ -1,6 +1,7 @@
 """Reads config.json, refuses what this engine would compute differently, and finds the family of the model."""
 
 import json
+import logging
 import math
 import re
 from dataclasses import dataclass, replace
@@ -14,6 +15,8 @@ from nanovllm.utils.checks import quote, refuse
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -267,8 +270,9 @@ def find_rotary_dim(config: "PretrainedConfig") -> int:
     return int(config.head_dim * (config.rope_parameters or {}).get("partial_rotary_factor", 1.0))
 
 
-def limit_length(config: "PretrainedConfig", asked: int) -> int:
-    """Return the most tokens of a sequence: `asked`, but at most the length that the model is made for.
+def limit_length(config: "PretrainedConfig", asked: int | None) -> int:
+    """Return the most tokens of a sequence: `asked`, but at most the length that the model is made for; None asks for
+    all of that.
 
     Raises:
         ValueError: the model attends to a sliding window, and the length is more than that. It is not implemented.
@@ -277,10 +281,17 @@ def limit_length(config: "PretrainedConfig", asked: int) -> int:
     most = int(config.max_position_embeddings)
     if rope.get("rope_type") == "yarn" and rope.get("original_max_position_embeddings"):  # yarn stretches this length
         most = max(most, int(rope["factor"] * rope["original_max_position_embeddings"]))
-    length = min(asked, most)
+    length = most if asked is None else min(asked, most)
     window: int | None = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"]
     if window is not None and window < length and "sliding_attention" in kinds:
+        if asked is None:
+            logger.warning(
+                "max_model_len is %d, not the model's %d: it attends to the last %d tokens only (sliding_window), "
+                "which is not supported beyond them",
+                *(window, length, window),
+            )
+            return window
         raise ValueError(
             f"the model attends to the last {window} tokens only (sliding_window), which is not supported beyond "
             f"them: max_model_len is {length}; set it to at most {window}"
