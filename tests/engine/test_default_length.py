@@ -92,16 +92,6 @@ def test_a_draft_model_that_is_made_for_less_sets_it(
         LLM(long_model, **OPTIONS, speculative_config=drafts, max_model_len=513)
 
 
-def test_a_sliding_window_sets_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    save_random(tmp_path)
-    edit_json(tmp_path / "config.json", use_sliding_window=True, sliding_window=100, max_window_layers=0)
-    edit_json(tmp_path / "config.json", layer_types=["sliding_attention"] * 2)
-    with LLM(tmp_path, **OPTIONS) as llm:
-        assert llm.max_model_len == 100
-    (line,) = warnings_of(caplog)
-    assert line.startswith("max_model_len is 100, not the model's 512")
-
-
 def test_max_tokens_that_cannot_be_reached_are_told_once_a_call(
     long_model: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

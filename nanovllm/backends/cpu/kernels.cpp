@@ -44,10 +44,11 @@ EXPORT(combine, (y, weights, places, shared, gate, out, tokens, k, size, gate_st
        const void* y, const float* weights, const int32_t* places, const void* shared, const void* gate, void* out,
        int64_t tokens, int64_t k, int64_t size, int64_t gate_stride)
 EXPORT(attend, (q, k, v, k_scales, v_scales, tables, cu_seqlens, lens, out, seqs, max_blocks, kv_heads, group, dim,
-       block_size, scale),
+       block_size, scale, window, softcap, sinks),
        const void* q, const void* k, const void* v, const float* k_scales, const float* v_scales,
        const int32_t* tables, const int32_t* cu_seqlens, const int32_t* lens, void* out, int64_t seqs,
-       int64_t max_blocks, int64_t kv_heads, int64_t group, int64_t dim, int64_t block_size, float scale)
+       int64_t max_blocks, int64_t kv_heads, int64_t group, int64_t dim, int64_t block_size, float scale,
+       int64_t window, float softcap, const float* sinks)
 EXPORT(add_rms_norm, (x, residual, weight, y, sum, rows, size, is_wide, eps),
        const void* x, const void* residual, const void* weight, void* y, void* sum, int64_t rows, int64_t size,
        int64_t is_wide, float eps)
