@@ -287,10 +287,13 @@ def find_window(config: "PretrainedConfig", index: int) -> int | None:
     return window
 
 
-def limit_length(config: "PretrainedConfig", asked: int) -> int:
-    """Return the most tokens of a sequence: `asked`, but at most the length that the model is made for."""
+def limit_length(config: "PretrainedConfig", asked: int | None) -> int:
+    """Return the most tokens of a sequence: `asked`, but at most the length that the model is made for.
+
+    None asks for all of that length.
+    """
     rope = config.rope_parameters or {}
     most = int(config.max_position_embeddings)
     if rope.get("rope_type") == "yarn" and rope.get("original_max_position_embeddings"):  # yarn stretches this length
         most = max(most, int(rope["factor"] * rope["original_max_position_embeddings"]))
-    return min(asked, most)
+    return most if asked is None else min(asked, most)
