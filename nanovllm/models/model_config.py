@@ -310,10 +310,13 @@ def find_window(config: "PretrainedConfig", index: int) -> int | None:
     return window
 
 
-def limit_length(config: "PretrainedConfig", asked: int) -> int:
-    """Return the most tokens of a sequence: `asked`, but at most the length that the model is made for."""
+def limit_length(config: "PretrainedConfig", asked: int | None) -> int:
+    """Return the most tokens of a sequence: `asked`, but at most the length that the model is made for.
+
+    None asks for all of that length.
+    """
     rope = getattr(config, "rope_parameters", None) or {}
-    most = int(getattr(config, "max_position_embeddings", None) or asked)
+    most = int(getattr(config, "max_position_embeddings", None) or asked or 4096)
     if rope.get("rope_type") == "yarn" and rope.get("original_max_position_embeddings"):  # yarn stretches this length
         most = max(most, int(rope["factor"] * rope["original_max_position_embeddings"]))
-    return min(asked, most)
+    return most if asked is None else min(asked, most)

@@ -75,6 +75,7 @@ def resolve(
         "block_size": block_size,
         "max_num_batched_tokens": config.max_num_batched_tokens or TOKEN_BUDGETS[device.type],
         "max_model_len": limit_length(hf_config, config.max_model_len),
+        "has_given_length": config.max_model_len is not None,
         "depth": 2 if config.overlap and runs_beside_host and config.speculative_config is None else 1,
         "vocab_size": int(hf_config.vocab_size),
         "num_devices": num_devices,

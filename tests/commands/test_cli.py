@@ -70,6 +70,7 @@ def test_every_engine_option_reaches_the_engine(monkeypatch: pytest.MonkeyPatch)
         "model_impl": "transformers",
         "distributed_backend": "gloo",
         "kv_cache_dtype": "int8",
+        "logprobs_mode": "processed_logprobs",
         "order": "given",
         "reasoning_parser": "qwen3",
         "tool_call_parser": "hermes",

@@ -121,6 +121,8 @@ def test_longrope_has_the_table_of_its_original_length(tmp_path: Path) -> None:
     assert found.num_equal == found.num_tokens
     with pytest.raises(ValueError, match=r"longrope.* beyond 160 tokens.* set it to at most 160"):
         LLM(tmp_path, **OPTIONS | {"max_model_len": 161})
+    with LLM(tmp_path, **OPTIONS | {"max_model_len": None}) as llm:
+        assert llm.engine.config.max_model_len == 160
 
 
 # ---- whose code

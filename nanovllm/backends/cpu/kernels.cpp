@@ -96,7 +96,8 @@ void edit_logits_float32(int64_t threads, float* logits, const int32_t* indices,
 }
 
 // Makes the inputs of a step from a plan and the tables of all rows. The planned id -1 stands for the row's last token.
-// A token of the padding row gets the slot -1. The planned ids are as many as num_scheduled sums to.
+// A token of the padding row gets the slot -1. The planned ids are as many as num_scheduled sums to. Of the block tables,
+// which are as long as the longest sequence may be, only the entries that a sequence has are copied: nobody reads others.
 // The reference is `step_inputs_reference` in ops/step_inputs.py.
 void step_inputs(int64_t, const int32_t* rows, const int32_t* num_computed, const int32_t* num_scheduled,
                  const int32_t* planned_ids, const int32_t* tables, const int32_t* last_token, int32_t* token_ids,
@@ -107,7 +108,8 @@ void step_inputs(int64_t, const int32_t* rows, const int32_t* num_computed, cons
         const int32_t row = rows[s], *table = tables + row * width;
         cu_seqlens[s] = t;
         seq_lens[s] = num_computed[s] + num_scheduled[s];
-        std::copy_n(table, width, block_tables + s * width);
+        const int64_t count = (seq_lens[s] + block_size - 1) / block_size;
+        std::copy_n(table, std::min(count, width), block_tables + s * width);
         for (int32_t position = num_computed[s]; position < seq_lens[s]; ++position, ++t) {
             token_ids[t] = planned_ids[t] < 0 ? last_token[row] : planned_ids[t];
             positions[t] = position;

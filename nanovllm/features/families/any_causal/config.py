@@ -3,6 +3,7 @@
 import logging
 import re
 from collections.abc import Iterable
+from dataclasses import replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -123,6 +124,8 @@ def resolve_any(
             f"({config.tensor_parallel_size}) and pipeline_parallel_size ({config.pipeline_parallel_size}) at 1; "
             "data_parallel_size makes replicas"
         )
+    if asked.max_model_len is None and model.most_positions is not None:
+        config = replace(config, max_model_len=min(config.max_model_len, model.most_positions))
     if model.most_positions is not None and config.max_model_len > model.most_positions:
         raise ValueError(
             f"the angles of {name} (longrope) change beyond {model.most_positions} tokens, also for the shorter "
