@@ -24,7 +24,7 @@ def make_works(llm: object, num_steps: int) -> dict[str, Callable[[], float]]:
     from nanovllm import SamplingParams
 
     def seconds(num_seqs: int, num_prompt: int, num_tokens: int) -> float:
-        prompts = [[10 + (7 * i + 13 * j) % 900 for j in range(num_prompt)] for i in range(num_seqs)]
+        prompts = [[10 + (7 * i + 13 * j) % 600 for j in range(num_prompt)] for i in range(num_seqs)]
         params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
         start = time.perf_counter()
         llm.generate(prompts, params, use_tqdm=False)  # type: ignore[attr-defined]
