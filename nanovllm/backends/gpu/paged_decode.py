@@ -136,8 +136,8 @@ def _split_kernel(
         seq, begin, end, num_parts, visible = find_chunk(items_ptr, first_item_ptr, item, TILE, WINDOW)
         q = tl.load(q_ptr + seq * q_stride + offset, mask=is_query[:, None], other=0.0)
         table_ptr = block_tables_ptr + seq * table_stride
-        has_sink = is_query & (tl.load(first_item_ptr + seq) == item)
-        highest, total = start_softmax(sinks_ptr, head * GROUP + row, has_sink)
+        num_sinks = tl.where(tl.load(first_item_ptr + seq) == item, GROUP, 0)  # the first chunk has them
+        highest, total = start_softmax(sinks_ptr, head * GROUP + row, row < num_sinks)
         acc = tl.zeros([ROWS, HEAD_DIM], tl.float32)
         # The page's number is loaded one tile ahead. A load whose address depends on a load of the same iteration would
         # take the pipeline's stages for itself and leave none to K and V.

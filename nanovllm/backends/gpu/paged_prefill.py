@@ -157,22 +157,25 @@ def _prefill_kernel(
     page = tl.load(table_ptr + begin // BLOCK_SIZE)
     edges = (begin, inner, diagonal, end)
     for part in tl.static_range(1 if WINDOW is None else 0, 3):
-        for start in tl.range(edges[part], edges[part + 1], TILE):
+        # Triton reads K one element at a time in a loop whose first number comes from another loop, as find_sequence has
+        # one. So with a window the loops count from 0.
+        base = 0 if WINDOW is None else edges[part]
+        for tile in tl.range(edges[part] - base, edges[part + 1] - base, TILE):
+            start = base + tile
             place = page.to(tl.int64) * page_stride + (start % BLOCK_SIZE) * token_stride
             scale_place = (page.to(tl.int64) * num_kv_heads + head) * BLOCK_SIZE + start % BLOCK_SIZE + key
             page = tl.load(table_ptr + (start + TILE) // BLOCK_SIZE, mask=start + TILE < end, other=0)
             k = tl.load(k_tile_ptr + place)
-            if part != 1:
+            if part == 2:
                 # Slots beyond the sequence may be stale, and 0 * NaN is NaN.
                 is_used = start + key < seq_len
                 v = tl.load(v_tile_ptr + place, mask=is_used[:, None], other=0.0)
-                allowed = (start + key)[None, :] <= position
-                if WINDOW is not None:
-                    allowed &= (start + key)[None, :] > position - WINDOW
             else:
                 is_used = key >= 0
                 v = tl.load(v_tile_ptr + place)
-                allowed = True
+            allowed = (start + key)[None, :] <= position
+            if WINDOW is not None:
+                allowed &= (start + WINDOW + key)[None, :] > position
             scales = (k_scales_ptr + scale_place, v_scales_ptr + scale_place, is_used)
             highest, total, acc = _accumulate(
                 q, k, v, scales, scale_log2, allowed, highest, total, acc, WINDOW, SOFTCAP, MASKED=part != 1
