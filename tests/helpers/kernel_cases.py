@@ -4,7 +4,9 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
+from functools import cache
 from itertools import product
+from unittest import mock
 
 import numpy as np
 import torch
@@ -195,6 +197,33 @@ def vary_case(case: AttentionCase, window: int | None, softcap: float | None, ha
     """The same step in a layer with a variant of attention. Sinks are about as large as scores."""
     sinks = randn(case.q.shape[1], seed=3).to(case.q.device) if has_sinks else None
     return replace(case, variant=AttentionVariant(window, softcap, sinks))
+
+
+@contextmanager
+def give_variant(variant: AttentionVariant | None) -> Iterator[None]:
+    """Within, every layer of every model has this variant of attention, in plain torch and in our Triton kernels."""
+    from nanovllm.backends.gpu.triton_backend import TritonKernels
+
+    attend = TritonKernels.attend
+    if variant is None:
+        yield
+        return
+    given = variant
+    on_device = cache(lambda device: given._replace(sinks=None if given.sinks is None else given.sinks.to(device)))
+
+    def attend_torch(q: Tensor, cache: KVCache, inputs: StepInputs, scale: float, _: object = None) -> Tensor:
+        return attend_reference(q, cache, inputs, scale, on_device(q.device))
+
+    def attend_triton(
+        self: TritonKernels, q: Tensor, cache: KVCache, inputs: StepInputs, scale: float, _: object = None
+    ) -> Tensor:
+        return attend(self, q, cache, inputs, scale, on_device(q.device))
+
+    with (
+        mock.patch.object(Backend, "attend", staticmethod(attend_torch)),
+        mock.patch.object(TritonKernels, "attend", attend_triton),
+    ):
+        yield
 
 
 def decode_lengths(block_size: int) -> list[int]:

@@ -157,8 +157,8 @@ def _prefill_kernel(
     page = tl.load(table_ptr + begin // BLOCK_SIZE)
     edges = (begin, inner, diagonal, end)
     for part in tl.static_range(1 if WINDOW is None else 0, 3):
-        # Triton reads K one element at a time in a loop whose first number comes from another loop, as find_sequence has
-        # one. So with a window the loops count from 0.
+        # If a loop's first number depends on another loop (that of find_sequence), Triton knows no alignment in it: it
+        # reads single elements, and has no pipeline. So with a window the loops count from 0.
         base = 0 if WINDOW is None else edges[part]
         for tile in tl.range(edges[part] - base, edges[part + 1] - base, TILE):
             start = base + tile
