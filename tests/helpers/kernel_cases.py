@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
-from functools import cache
 from itertools import product
 from unittest import mock
 
@@ -209,15 +208,17 @@ def give_variant(variant: AttentionVariant | None) -> Iterator[None]:
         yield
         return
     given = variant
-    on_device = cache(lambda device: given._replace(sinks=None if given.sinks is None else given.sinks.to(device)))
 
     def attend_torch(q: Tensor, cache: KVCache, inputs: StepInputs, scale: float, _: object = None) -> Tensor:
-        return attend_reference(q, cache, inputs, scale, on_device(q.device))
+        return attend_reference(q, cache, inputs, scale, given)
 
     def attend_triton(
         self: TritonKernels, q: Tensor, cache: KVCache, inputs: StepInputs, scale: float, _: object = None
     ) -> Tensor:
-        return attend(self, q, cache, inputs, scale, on_device(q.device))
+        if "variant" not in vars(self):  # the first step is no capture, which may not copy from the host
+            sinks = None if given.sinks is None else given.sinks.to(q.device)
+            vars(self)["variant"] = given._replace(sinks=sinks)
+        return attend(self, q, cache, inputs, scale, vars(self)["variant"])
 
     with (
         mock.patch.object(Backend, "attend", staticmethod(attend_torch)),

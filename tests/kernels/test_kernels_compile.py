@@ -86,7 +86,7 @@ def check(compiled: list[dict[str, Any]]) -> None:
                 most = 256
             assert result["stack"] <= most, f"spills: {result}"
         if result["kernel"] == "_prefill_kernel":
-            # Heads of 256 take most registers: more rows than these spill kilobytes on sm_80. Beside both a window and a
+            # Heads of 256 take most registers: more rows than these spill kilobytes on sm_80. With both a window and a
             # cap, two registers have no room on sm_100.
             config = result["config"]
             most = 8 if config["WINDOW"] and config["SOFTCAP"] and result["arch"] == 100 else 0
