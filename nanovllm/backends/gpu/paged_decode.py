@@ -11,6 +11,9 @@ Two kernels run. For neither must the host know a length, so a CUDA graph replay
 The split has as many programs as the device runs at once, and all start together. If there are enough keys, they have
 the same work, and so they end at about the same time, whatever the lengths are. With few keys, some have no chunk.
 
+All layers share the list of chunks, and a layer may have a sliding window. Then its programs skip tiles before the
+window, and a chunk that ends before the window gives a partial output without weight.
+
 The reference is `attend_reference` in ops/attention.py.
 """
 
@@ -275,7 +278,7 @@ def paged_decode(
     """Attend row i of q to the keys of sequence i, for the sequences of metadata; sequences of length 0 get zeros.
 
     q [num_seqs, num_heads, head_dim], the heads of a token adjacent; a cache of any equal strides with head_dim
-    contiguous; out like q, contiguous.
+    contiguous; out like q, contiguous; the sinks of variant float32 [num_heads], contiguous.
     """
     num_seqs, num_heads, head_dim = q.shape
     block_size, num_kv_heads = cache.keys.shape[1:3]

@@ -237,7 +237,8 @@ def paged_prefill(
 
     q [all_tokens, num_heads, head_dim], the heads of a token adjacent; out like q, contiguous. cu_seqlens_q int32
     [num_seqs + 1] indexes q's tokens and need not begin at 0; num_tokens is its last value less its first. seq_lens
-    int32 [num_seqs]; block_tables int32 [num_seqs, max_blocks]; cache as for paged_decode.
+    int32 [num_seqs]; block_tables int32 [num_seqs, max_blocks]; cache and variant as for paged_decode. Tiles of keys
+    before a window are skipped.
     """
     num_heads, head_dim = q.shape[1:]
     block_size, num_kv_heads = cache.keys.shape[1:3]
