@@ -102,8 +102,14 @@ def find_kind(layer: nn.Module) -> tuple[object, ...]:
 @contextmanager
 def keep_one_layer_of_each_kind(model: Decoder) -> Iterator[None]:
     """Within, the model has one layer of each kind, such as a dense one and one with experts: they launch every
-    kernel. A layer with another window is of another kind, too."""
+    kernel. A layer with another window is of another kind, too.
+
+    A decoder around transformers' modules keeps all layers, because transformers' code runs through them.
+    """
     layers = model.layers
+    if not isinstance(layers, nn.ModuleList):
+        yield
+        return
     model.layers = nn.ModuleList({find_kind(layer): layer for layer in layers}.values())
     try:
         yield
