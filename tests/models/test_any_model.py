@@ -72,6 +72,23 @@ def test_compiled_kernels_say_the_same(name: str, tmp_path: Path) -> None:
     assert found.worst < 1e-3
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["Gemma3ForCausalLM", "Gemma4ForCausalLM", "GptOssForCausalLM"])
+def test_cuda_graphs_replay_transformers_code(name: str, tmp_path: Path) -> None:
+    """A rehearsal on the CPU, with stand-ins for CUDA, and Triton's kernels in its interpreter."""
+    pytest.importorskip("triton")
+    from helpers.rehearsal import rehearse
+
+    save_any(tmp_path, name, hidden_size=32, num_attention_heads=2, num_key_value_heads=1, vocab_size=200)
+    prompts = [[token % 200 for token in prompt] for prompt in draw_prompts([3, 24, 1])]
+    options: dict[str, Any] = {"dtype": "float32", "max_model_len": 64, "max_num_seqs": 2, "max_num_batched_tokens": 16}
+    with LLM(tmp_path, device="cpu", attention_backend="torch", **options) as llm:
+        expected = [output.token_ids for output in llm.generate(prompts, GREEDY, use_tqdm=False)]
+    with rehearse(), LLM(tmp_path, **options) as llm:
+        assert (llm.engine.config.use_graphs, llm.engine.config.attention_backend) == (True, "triton")
+        assert [output.token_ids for output in llm.generate(prompts, GREEDY, use_tqdm=False)] == expected
+
+
 def test_heads_are_padded_to_what_the_kernels_take(tmp_path: Path) -> None:
     model = save_any(tmp_path, "PhiForCausalLM", hidden_size=80)  # 4 heads of 20
     for backend, stored in (("torch", 20), ("cpu", min(dim for dim in CpuBackend.head_dims if dim >= 20))):

@@ -312,13 +312,13 @@ class Card:
         for arg in args[1:]:
             if isinstance(arg, (str, torch.device)):
                 is_card = torch.device(arg).type == "cuda"
-                arg = CPU
+                arg = CPU if is_card else arg
             elif isinstance(arg, Tensor):
                 is_card = isinstance(arg, CardTensor)
             kept.append(arg)
         if kwargs.get("device") is not None:
             is_card = torch.device(kwargs["device"]).type == "cuda"
-            kwargs = {**kwargs, "device": CPU}
+            kwargs = {**kwargs, "device": CPU if is_card else kwargs["device"]}
         return is_card, tuple(kept), kwargs
 
     def _send(self, target: Tensor, source: Tensor, is_blocking: bool) -> None:
