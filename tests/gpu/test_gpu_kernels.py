@@ -14,6 +14,7 @@ from helpers.kernel_cases import (
     CODE_SHAPES,
     DEVICE,
     GROUPS,
+    VARIANTS,
     WIDE_SHAPES,
     AttentionCase,
     assert_attends,
@@ -27,6 +28,7 @@ from helpers.kernel_cases import (
     pairwise_shapes,
     poisoned_memory,
     sample_case,
+    vary_case,
 )
 
 # Once more here, where atomics, addresses and exponentials are the device's.
@@ -108,6 +110,40 @@ def test_attention_over_codes_is_the_reference(
     for query_lens, seq_lens in (([1] * len(lengths), lengths), mixed_lengths(block_size)):
         case = attention_case(query_lens, seq_lens, head_dim, group, block_size, dtype, kv_dtype=kv_dtype)
         assert_attends(case, backend_called("triton"), attention_tolerance(dtype))
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "group", "block_size", "dtype", "kv_dtype", "window", "softcap", "has_sinks"),
+    [
+        *VARIANTS,
+        (256, 2, 64, BF16, BF16, 512, 50.0, False),
+        (64, 8, 64, BF16, BF16, 128, None, True),
+        (128, 4, 64, BF16, torch.int8, 1000, 30.0, True),
+    ],
+)
+def test_windows_caps_and_sinks_are_the_references(
+    head_dim: int,
+    group: int,
+    block_size: int,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    window: int | None,
+    softcap: float | None,
+    has_sinks: bool,
+) -> None:
+    lengths = decode_lengths(block_size)
+    for query_lens, seq_lens in (([1] * len(lengths), lengths), mixed_lengths(block_size), ([700], [3000])):
+        case = attention_case(query_lens, seq_lens, head_dim, group, block_size, dtype, kv_dtype=kv_dtype)
+        case = vary_case(case, window, softcap, has_sinks)
+        assert_attends(case, backend_called("triton"), attention_tolerance(dtype))
+
+
+@pytest.mark.parametrize(("window", "softcap"), [(100, None), (None, 2.0), (700, 30.0)])
+def test_windows_and_caps_on_flash_attn_are_the_references(window: int | None, softcap: float | None) -> None:
+    backend = backend_called("flash_attn")
+    for query_lens, seq_lens in (([1] * 6, decode_lengths(256)), mixed_lengths(256), ([700], [3000])):
+        case = attention_case(query_lens, seq_lens, 128, 4, 256, BF16, backend=backend)
+        assert_attends(vary_case(case, window, softcap, has_sinks=False), backend, attention_tolerance(BF16))
 
 
 @pytest.mark.parametrize(("group", "dtype"), list(product(GROUPS, (torch.float16, BF16))))

@@ -14,7 +14,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,6 +36,7 @@ from nanovllm.backends.gpu import (
     gated_rms_norm,
     grouped_linear,
     norm_rope_store,
+    online_softmax,
     paged_decode,
     paged_prefill,
     quantized_linear,
@@ -47,6 +48,7 @@ from nanovllm.backends.gpu import (
     token_logprobs,
     triton_shim,
 )
+from nanovllm.ops.attention import AttentionVariant
 
 
 class Model(NamedTuple):
@@ -90,7 +92,7 @@ FORMATS = ((8, 1024, False), (4, 128, True), (4, 128, False), (4, 32, False), (8
 # Types by argument name: pointers first, then scalars; anything else is an int32.
 _TYPES = {
     "*fp32": """cos_sin partial_out partial_lse chunk_max chunk_weight part_weight threshold weights penalties values
-        log_sums scales recurrent a_log dt_bias solve attend gains""",
+        log_sums scales recurrent a_log dt_bias solve attend gains sinks""",
     "*i32": """seq_lens items first_item share_begins arrivals block_tables cu_seqlens positions chunk_argmax listed
         places tokens offsets experts rows indices masks counts num_computed num_scheduled planned_ids tables table
         last_token token_ids checked num_above zeros""",
@@ -110,6 +112,14 @@ COUNTED = ("_choose_experts_kernel", "_sort_pairs_kernel")
 """Kernels whose instructions are counted."""
 
 
+VARIANTS = (
+    (2, 256, "*bf16", AttentionVariant(window=4096, softcap=50.0)),
+    (4, 128, "*i8", AttentionVariant(window=4096)),
+    (8, 64, "*bf16", AttentionVariant(window=128, sinks=torch.empty(8))),
+)
+"""Group, head_dim, type of the cache, and variant of attention: those of Gemma 2, Mistral and gpt-oss."""
+
+
 class Launch(NamedTuple):
     """One kernel with one set of constexprs and options, and pointer types that differ from the usual.
 
@@ -117,7 +127,7 @@ class Launch(NamedTuple):
     """
 
     kernel: Any
-    config: tuple[tuple[str, int], ...]
+    config: tuple[tuple[str, float | None], ...]
     types: tuple[tuple[str, str], ...] = ()
     own: str = "*bf16"
 
@@ -129,8 +139,27 @@ def launches(models: dict[str, Model], block_sizes: tuple[int, ...], arch: int, 
     # Float32 is no type for speed: kernels of float32 with codes spill.
     caches = {own: itemsize} | {code: 1 for code, first in CODES.items() if arch >= first and itemsize == 2}
 
-    def launch(kernel: Any, config: dict[str, int], **types: str) -> Launch:
+    def launch(kernel: Any, config: Mapping[str, float | None], **types: str) -> Launch:
         return Launch(kernel, tuple(config.items()), tuple(types.items()), own)
+
+    def launch_attention(
+        group: int, head_dim: int, block_size: int, cache: str, variant: AttentionVariant | None = None
+    ) -> Iterator[Launch]:
+        constants, sinks = online_softmax.read_variant(variant)
+        if sinks is None:
+            constants["sinks_ptr"] = None
+        split = paged_decode.split_config(group, head_dim, block_size, caches[cache]) | constants
+        types = {}
+        if cache in CODES:
+            types = dict.fromkeys(("k_cache_ptr", "v_cache_ptr"), cache)
+            types |= dict.fromkeys(("k_scales_ptr", "v_scales_ptr"), "*fp32")
+            pairs = types | dict.fromkeys(("k_cache_ptr", "v_cache_ptr"), "*i16")
+            split["IS_FP8"] = cache != "*i8"
+            yield launch(decode_codes.split_codes_kernel, split, **pairs)
+        else:
+            yield launch(paged_decode._split_kernel, split)
+        shape = (group, head_dim, block_size, itemsize, caches[cache], SHARED_KIB[arch])
+        yield launch(paged_prefill._prefill_kernel, paged_prefill.prefill_config(*shape) | constants, **types)
 
     for model in models.values():
         wide = "*fp32" if model.value_heads else own
@@ -154,15 +183,7 @@ def launches(models: dict[str, Model], block_sizes: tuple[int, ...], arch: int, 
                     **types,
                 )
             group = model.num_heads // model.num_kv_heads
-            config = paged_decode.split_config(group, *shape, cache_itemsize)
-            if cache in CODES:
-                pairs = types | dict.fromkeys(("k_cache_ptr", "v_cache_ptr"), "*i16")
-                config["IS_FP8"] = cache != "*i8"
-                yield launch(decode_codes.split_codes_kernel, config, **pairs)
-            else:
-                yield launch(paged_decode._split_kernel, config)
-            config = paged_prefill.prefill_config(group, *shape, itemsize, cache_itemsize, SHARED_KIB[arch])
-            yield launch(paged_prefill._prefill_kernel, config, **types)
+            yield from launch_attention(group, *shape, cache)
             for num_seqs in (1, 512, 1024):
                 yield launch(step_inputs._step_inputs_kernel, step_inputs.step_inputs_config(num_seqs, block_size))
                 yield launch(
@@ -189,6 +210,9 @@ def launches(models: dict[str, Model], block_sizes: tuple[int, ...], arch: int, 
                 for gather in (True, False):
                     config = grouped_linear.grouped_linear_config(num_tokens, model.num_experts, gather, itemsize)
                     yield launch(grouped_linear._grouped_linear_kernel, config)
+    if len(block_sizes) > 1 and dtype == torch.bfloat16 and arch != 89:  # as on sm_80
+        for group, head_dim, cache, variant in VARIANTS:
+            yield from launch_attention(group, head_dim, block_sizes[0], cache, variant)
     for kernel, config, types in quantized_launches(FORMATS[:2] if len(block_sizes) == 1 else FORMATS, itemsize):
         yield launch(kernel, config, **types)
     yield launch(gate_and_mul._gate_and_mul_kernel, gate_and_mul.gate_and_mul_config(silu=True))
@@ -238,7 +262,8 @@ def compile_launch(launch: Launch, arch: int) -> dict[str, Any]:
     for i, name in enumerate(names):
         if name in config:
             signature[name] = "constexpr"
-        elif name.endswith("_ptr"):
+            continue
+        if name.endswith("_ptr"):
             signature[name] = overrides.get(name) or _POINTERS.get(name, launch.own)
         else:
             signature[name] = "fp32" if name in _FLOATS else "i32"

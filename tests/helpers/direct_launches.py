@@ -24,6 +24,7 @@ from helpers.pretend_cuda import DEVICE, PretendDriver, noted, pretend_runner, u
 from nanovllm.backends.gpu import launch as kernel_launches
 from nanovllm.backends.gpu.cuda_graphs import CudaGraphs
 from nanovllm.backends.gpu.launch import Launch, compile_launches, launch, redirect_launches
+from nanovllm.backends.gpu.paged_prefill import paged_prefill
 from nanovllm.backends.gpu.quantized import TritonExperts, TritonMatrix
 from nanovllm.backends.gpu.rms_norm import add_rms_norm
 from nanovllm.backends.gpu.startup import compile_kernels
@@ -35,6 +36,7 @@ from nanovllm.features.edits.logit_edits import LogitEdits, PenaltyCounts
 from nanovllm.features.families.qwen3_moe.decoder import Experts
 from nanovllm.features.quantized.codes import Codes
 from nanovllm.models.layers.linear import MatrixModule
+from nanovllm.ops.attention import AttentionVariant, KVCache
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.utils.integers import ceil_div
 
@@ -88,6 +90,18 @@ def same_launches(driver: PretendDriver, launches: list[Launch]) -> bool:
             how(one)
         given.append([[_value(x) for i, x in enumerate(args) if i not in HOOKS] for args in driver.launches])
     return len(given[0]) == len(launches) and given[0] == given[1]
+
+
+def launch_attention() -> list[Launch]:
+    """The launches of a prompt's attention without sinks, where a pointer is None, and with them."""
+    cache = KVCache(*(torch.zeros(1, 16, 1, 32, dtype=torch.bfloat16) for _ in "kv"))
+    q = torch.zeros(3, 2, 32, dtype=torch.bfloat16)
+    ends = torch.tensor([0, 3], dtype=torch.int32)
+    tables = torch.zeros(1, 16, dtype=torch.int32)
+    with noted() as launches:
+        for variant in (None, AttentionVariant(window=2, softcap=3.0, sinks=torch.zeros(2))):
+            paged_prefill(q, cache, ends, ends[1:], tables, 3, 1.0, torch.empty_like(q), variant)
+    return launches
 
 
 def compile_ahead() -> tuple[int, int]:
@@ -395,7 +409,7 @@ def main() -> None:
     with noted() as unaligned:
         add_rms_norm(odd, odd, weight, 1e-6)
     found: dict[str, Any] = {"missing": not_compiled}
-    found["equal"] = same_launches(driver, launches)
+    found["equal"] = same_launches(driver, launches) and same_launches(driver, launch_attention())
     found["unaligned_equal"] = same_launches(driver, unaligned)
     found["direct_us"] = best_us(lambda: [launch(*one) for one in launches * NUM_LAUNCHES]) / NUM_LAUNCHES
     found["triton_us"] = best_us(lambda: [as_triton_does(one) for one in launches * NUM_LAUNCHES]) / NUM_LAUNCHES

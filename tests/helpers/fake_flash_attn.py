@@ -3,7 +3,9 @@
 From its documentation: k_cache and v_cache are (num_blocks, page_block_size, nheads_k, headdim) when there is a
 block_table, int32 (batch_size, max_num_blocks_per_seq), and page_block_size is a multiple of 256; cu_seqlens are int32
 (batch_size + 1); "if causal=True, the causal mask is aligned to the bottom right corner of the attention matrix"; rows
-without a key are zeros. What we never ask for (dropout, windows, soft caps, slopes, new keys) is refused here.
+without a key are zeros; "query at position i will only attend to keys between [i + seqlen_k - seqlen_q -
+window_size[0], i + seqlen_k - seqlen_q + window_size[1]] inclusive", where -1 stands for no limit; "anything > 0
+activates softcapping attention". What we never ask for (dropout, slopes, new keys) is refused here.
 """
 
 import torch
@@ -28,7 +30,14 @@ def _refuse(*options: bool) -> None:
     assert not any(options), "an option of flash-attn is used that this stand-in does not have"
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+def _check_variant(window_size: tuple[int, int], softcap: float) -> None:
+    left, right = window_size
+    assert type(left) is int and type(right) is int and left >= -1, "flash_api.cpp takes two int"
+    assert right in (-1, 0), "with causal, no key after the query's own is seen"
+    assert isinstance(softcap, float) and softcap >= 0, "flash_api.cpp takes a float"
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, window_size: tuple[int, int], softcap: float) -> Tensor:
     """q [m, heads, dim], k and v [n, kv_heads, dim]; causal, bottom-right aligned; in float32."""
     m = q.shape[0]
     n = k.shape[0]
@@ -38,7 +47,12 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     k = k.float().repeat_interleave(group, 1)
     v = v.float().repeat_interleave(group, 1)
     scores = torch.einsum("mhd,nhd->hmn", q.float(), k) * scale
-    hidden = torch.arange(n)[None, :] > torch.arange(m)[:, None] + n - m
+    if softcap > 0:
+        scores = softcap * torch.tanh(scores / softcap)
+    positions = torch.arange(m)[:, None] + n - m
+    hidden = torch.arange(n)[None, :] > positions
+    if window_size[0] >= 0:
+        hidden |= torch.arange(n)[None, :] < positions - window_size[0]
     weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
     return torch.einsum("hmn,nhd->mhd", weights, v).to(q.dtype)
 
@@ -70,8 +84,9 @@ def flash_attn_with_kvcache(
 ) -> Tensor:
     """q (batch_size, seqlen_q, nheads, headdim) -> the same shape."""
     _refuse(k is not None, v is not None, rotary_cos is not None, rotary_sin is not None, not causal)
-    _refuse(cache_batch_idx is not None, cache_leftpad is not None, window_size != (-1, -1), softcap != 0)
+    _refuse(cache_batch_idx is not None, cache_leftpad is not None)
     _refuse(not rotary_interleaved, alibi_slopes is not None, num_splits != 0, return_softmax_lse)
+    _check_variant(window_size, softcap)
     assert q.ndim == 4
     _check(q, k_cache, v_cache, block_table, q.shape[0])
     assert isinstance(cache_seqlens, Tensor) and cache_seqlens.is_contiguous()
@@ -80,7 +95,7 @@ def flash_attn_with_kvcache(
     out = torch.empty(q.shape, dtype=q.dtype)
     for i, length in enumerate(cache_seqlens.tolist()):
         keys, values = (_gather(cache, block_table[i], length) for cache in (k_cache, v_cache))
-        out[i] = _attend(q[i], keys, values, scale)
+        out[i] = _attend(q[i], keys, values, scale, window_size, softcap)
     return out
 
 
@@ -103,10 +118,11 @@ def flash_attn_varlen_func(
     block_table: Tensor | None = None,
 ) -> Tensor:
     """q (total_q, nheads, headdim) -> the same shape."""
-    _refuse(dropout_p != 0, not causal, window_size != (-1, -1), softcap != 0, alibi_slopes is not None)
+    _refuse(dropout_p != 0, not causal, alibi_slopes is not None)
     _refuse(deterministic, return_attn_probs)
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     batch_size = cu_seqlens_q.shape[0] - 1
+    _check_variant(window_size, softcap)
     assert q.ndim == 3
     _check(q, k, v, block_table, batch_size)
     for cu_seqlens in (cu_seqlens_q, cu_seqlens_k):
@@ -119,5 +135,5 @@ def flash_attn_varlen_func(
         mine = slice(int(cu_seqlens_q[i]), int(cu_seqlens_q[i + 1]))
         length = int(cu_seqlens_k[i + 1] - cu_seqlens_k[i])
         keys, values = (_gather(cache, block_table[i], length) for cache in (k, v))
-        out[mine] = _attend(q[mine], keys, values, scale)
+        out[mine] = _attend(q[mine], keys, values, scale, window_size, softcap)
     return out

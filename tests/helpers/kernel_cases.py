@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from itertools import product
+from unittest import mock
 
 import numpy as np
 import torch
@@ -15,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from nanovllm.backends import Backend, KVCache, make_backend
 from nanovllm.engine.plan import ROW_SAMPLING
 from nanovllm.features.edits.edit_logits import MaskAndPenalties
-from nanovllm.ops.attention import attend_reference
+from nanovllm.ops.attention import AttentionVariant, attend_reference
 from nanovllm.ops.norm_rope_store import store_kv_reference
 from nanovllm.ops.sample import (
     Sampled,
@@ -45,6 +46,17 @@ CODE_SHAPES = [
     (128, 8, 16, torch.float16, torch.float8_e4m3fn),
 ]
 """The same with a cache of codes, whose type comes last."""
+VARIANTS = [
+    (32, 1, 16, torch.float32, torch.float32, 7, None, False),  # less than a tile
+    (64, 8, 64, torch.float32, torch.float32, None, None, True),
+    (128, 3, 64, torch.float32, torch.float32, None, 2.0, False),
+    (32, 4, 16, torch.float16, torch.int8, 50, None, True),
+    (64, 2, 64, torch.float16, torch.float16, 64, 3.0, True),  # a block
+    (64, 2, 64, torch.float32, torch.float8_e4m3fn, 100, 1.5, True),
+    (256, 2, 16, torch.float32, torch.float32, 16, 2.0, False),  # a tile
+    (128, 16, 64, torch.float16, torch.int8, 5000, 2.5, True),  # more than any sequence
+]
+"""Shapes with a type of the cache, as CODE_SHAPES; then a window, a soft cap, and whether there are sinks."""
 HALF = torch.float16  # Triton's interpreter does no arithmetic in bfloat16
 
 
@@ -108,11 +120,12 @@ class AttentionCase:
     cache: KVCache
     inputs: StepInputs
     scale: float
+    variant: AttentionVariant | None = None
 
     def attend(self, backend: Backend) -> Tensor:
         with poisoned_memory():
             inputs = backend.prepare_attention(self.inputs, self.cache, self.q.shape[1])
-            return backend.attend(self.q, self.cache, inputs, self.scale)
+            return backend.attend(self.q, self.cache, inputs, self.scale, self.variant)
 
     def expected(self) -> Tensor:
         """The reference in float32 on the same values. Padding rows (length 0) are NaN: nothing is expected of them."""
@@ -129,7 +142,7 @@ class AttentionCase:
         cache = self.cache if has_codes else KVCache(*(side.float() for side in self.cache[:2]))
         out = torch.full(self.q.shape, float("nan"), device=self.q.device)
         with sdpa_kernel(SDPBackend.MATH):  # on a GPU the others multiply float32 in fewer bits
-            out[kept] = attend_reference(self.q[kept].float(), cache, inputs, self.scale)
+            out[kept] = attend_reference(self.q[kept].float(), cache, inputs, self.scale, self.variant)
         return out
 
 
@@ -177,6 +190,41 @@ def attention_case(
     q = qkv.to(device, dtype)[:, : num_heads * head_dim].view(-1, num_heads, head_dim)
     inputs = make_inputs(query_lens, seq_lens, tables.to(device), device=device)
     return AttentionCase(q, cache, inputs, head_dim**-0.5)
+
+
+def vary_case(case: AttentionCase, window: int | None, softcap: float | None, has_sinks: bool) -> AttentionCase:
+    """The same step in a layer with a variant of attention. Sinks are about as large as scores."""
+    sinks = randn(case.q.shape[1], seed=3).to(case.q.device) if has_sinks else None
+    return replace(case, variant=AttentionVariant(window, softcap, sinks))
+
+
+@contextmanager
+def give_variant(variant: AttentionVariant | None) -> Iterator[None]:
+    """Within, every layer of every model has this variant of attention, in plain torch and in our Triton kernels."""
+    from nanovllm.backends.gpu.triton_backend import TritonKernels
+
+    attend = TritonKernels.attend
+    if variant is None:
+        yield
+        return
+    given = variant
+
+    def attend_torch(q: Tensor, cache: KVCache, inputs: StepInputs, scale: float, _: object = None) -> Tensor:
+        return attend_reference(q, cache, inputs, scale, given)
+
+    def attend_triton(
+        self: TritonKernels, q: Tensor, cache: KVCache, inputs: StepInputs, scale: float, _: object = None
+    ) -> Tensor:
+        if "variant" not in vars(self):  # the first step is no capture, which may not copy from the host
+            sinks = None if given.sinks is None else given.sinks.to(q.device)
+            vars(self)["variant"] = given._replace(sinks=sinks)
+        return attend(self, q, cache, inputs, scale, vars(self)["variant"])
+
+    with (
+        mock.patch.object(Backend, "attend", staticmethod(attend_torch)),
+        mock.patch.object(TritonKernels, "attend", attend_triton),
+    ):
+        yield
 
 
 def decode_lengths(block_size: int) -> list[int]:

@@ -5,7 +5,7 @@ import sys
 import pytest
 import torch
 from helpers import fake_flash_attn
-from helpers.kernel_cases import assert_attends, attention_case, attention_tolerance, mixed_lengths
+from helpers.kernel_cases import assert_attends, attention_case, attention_tolerance, mixed_lengths, vary_case
 
 pytest.importorskip("triton")
 
@@ -301,7 +301,16 @@ def test_flash_attn_is_called_as_documented_and_agrees_with_torch(
     }
     for lengths in cases.values():
         case = attention_case(*lengths, 64, group, 256, dtype, backend=on_cpu, device=CPU)
-        assert_attends(case, on_cpu, attention_tolerance(dtype))
+        for window, softcap in ((None, None), (20, None), (None, 2.0), (1000, 3.0)):
+            varied = vary_case(case, window, softcap, has_sinks=False)
+            assert_attends(varied, on_cpu, attention_tolerance(dtype))
+
+
+def test_flash_attn_says_that_it_has_no_sinks(on_cpu: FlashAttnBackend) -> None:
+    assert {"window", "softcap", "sinks"} - {*FlashAttnBackend.variants} == {"sinks"}
+    case = attention_case([1], [5], 64, 1, 256, BF16, backend=on_cpu, device=CPU)
+    with pytest.raises(AssertionError, match="sinks"):
+        vary_case(case, None, None, has_sinks=True).attend(on_cpu)
 
 
 def test_flash_attn_keeps_tokens_before_heads_in_blocks_of_256(on_cpu: FlashAttnBackend) -> None:

@@ -10,6 +10,7 @@ from helpers.kernel_cases import (
     DEVICE,
     HALF,
     HEAD_DIMS,
+    VARIANTS,
     WIDE_SHAPES,
     SampleCase,
     assert_attends,
@@ -25,6 +26,7 @@ from helpers.kernel_cases import (
     poisoned_memory,
     randn,
     sample_case,
+    vary_case,
 )
 
 pytest.importorskip("triton")
@@ -40,7 +42,9 @@ from helpers.kernel_tests import (  # noqa: F401
     test_uniforms_are_the_references_bit_for_bit,
 )
 
+from nanovllm.backends.gpu import decode_codes as decode_codes_module
 from nanovllm.backends.gpu import paged_decode as paged_decode_module
+from nanovllm.backends.gpu import paged_prefill as paged_prefill_module
 from nanovllm.backends.gpu.gate_and_mul import silu_and_mul
 from nanovllm.backends.gpu.norm_rope_store import norm_rope_store
 from nanovllm.backends.gpu.paged_decode import decode_metadata, key_tile
@@ -227,6 +231,58 @@ def test_mixed_step_is_the_reference(
     query_lens, seq_lens = mixed_lengths(block_size)
     case = attention_case(query_lens, seq_lens, head_dim, group, block_size, dtype, kv_dtype=kv_dtype)
     assert_attends(case, TritonBackend(), attention_tolerance(dtype))
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "group", "block_size", "dtype", "kv_dtype", "window", "softcap", "has_sinks"), VARIANTS
+)
+def test_windows_caps_and_sinks_are_the_references(
+    head_dim: int,
+    group: int,
+    block_size: int,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    window: int | None,
+    softcap: float | None,
+    has_sinks: bool,
+) -> None:
+    """Decodes alone, the longest of them split, and decodes beside prompts and their chunks."""
+    lengths = [1, block_size - 1, 0, block_size + 1, 700]
+    for query_lens, seq_lens in (([1] * len(lengths), lengths), mixed_lengths(block_size)):
+        case = attention_case(query_lens, seq_lens, head_dim, group, block_size, dtype, kv_dtype=kv_dtype)
+        case = vary_case(case, window, softcap, has_sinks)
+        assert_attends(case, TritonBackend(), attention_tolerance(dtype))
+
+
+@pytest.mark.parametrize(
+    ("query_lens", "seq_lens", "kv_dtype", "num_tiles"),
+    [
+        # Tiles of 32 keys. 100 of 1,999 keys lie in four, and 100 of 300, too.
+        ([1, 1], [1999, 300], torch.float32, 4 + 4),
+        ([1, 1], [1999, 300], torch.int8, 3 + 2),  # of 64 keys
+        # Tiles of 16 keys. The first 16 queries, after 1,480 keys, begin in tile 86 and end in 93; the others are 4.
+        ([20], [1500], torch.float32, 8 + 7),
+    ],
+)
+def test_tiles_before_a_window_are_skipped(
+    query_lens: list[int],
+    seq_lens: list[int],
+    kv_dtype: torch.dtype,
+    num_tiles: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also where each program has a share of the keys, and most of the shares lie before the window."""
+    counts: list[int] = []
+    for module in (paged_decode_module, decode_codes_module, paged_prefill_module):
+        update = module.update_softmax
+        monkeypatch.setattr(
+            module, "update_softmax", lambda *args, update=update, **named: counts.append(1) or update(*args, **named)
+        )
+    monkeypatch.setattr(paged_decode_module, "num_multiprocessors", lambda device: 20)
+    case = attention_case(query_lens, seq_lens, 32, 2, 64, torch.float32, num_kv_heads=1, kv_dtype=kv_dtype)
+    case = vary_case(case, 100, None, False)
+    assert_attends(case, TritonBackend(), attention_tolerance(torch.float32))
+    assert len(counts) == num_tiles
 
 
 @pytest.mark.slow

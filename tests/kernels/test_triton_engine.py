@@ -4,12 +4,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.kernel_cases import DEVICE
+import torch
+from helpers.kernel_cases import DEVICE, give_variant
 from helpers.quantized import CHECKPOINTS, save_quantised
 from helpers.tiny import save_random
 from transformers import Qwen2ForCausalLM, Qwen3MoeForCausalLM
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.ops.attention import AttentionVariant
 
 pytest.importorskip("triton")
 
@@ -29,10 +31,17 @@ def generate(folder: Path, backend: str, **options: Any) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    ("changes", "kv_cache_dtype"),
-    [({}, "auto"), ({"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 64}, "auto"), ({}, "int8")],
+    ("changes", "kv_cache_dtype", "variant"),
+    [
+        ({}, "auto", None),
+        ({"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 64}, "auto", None),
+        ({}, "int8", None),
+        ({"num_attention_heads": 2}, "auto", AttentionVariant(9, 2.0, torch.tensor([0.5, -1.0]))),
+    ],
 )
-def test_tokens_on_triton_are_those_on_torch(tmp_path: Path, changes: dict[str, int], kv_cache_dtype: str) -> None:
+def test_tokens_on_triton_are_those_on_torch(
+    tmp_path: Path, changes: dict[str, int], kv_cache_dtype: str, variant: AttentionVariant | None
+) -> None:
     """In float32, so that the two differ by a few units in the last place, far less than the gaps between logits.
     So does a code that is the next one, in int8.
 
@@ -41,7 +50,11 @@ def test_tokens_on_triton_are_those_on_torch(tmp_path: Path, changes: dict[str, 
     save_random(tmp_path, seed=1, **changes)
     options: dict[str, Any] = {"kvcache_block_size": 16, "max_num_batched_tokens": 24, "max_num_seqs": 4}
     options["kv_cache_dtype"] = kv_cache_dtype
-    assert generate(tmp_path, "triton", **options) == generate(tmp_path, "torch", **options)
+    with give_variant(variant):
+        tokens = generate(tmp_path, "torch", **options)
+        assert generate(tmp_path, "triton", **options) == tokens
+    if variant is not None:
+        assert tokens != generate(tmp_path, "torch", **options)
 
 
 @pytest.mark.slow

@@ -23,10 +23,11 @@ from nanovllm.backends.gpu import paged_decode, paged_prefill
 from nanovllm.backends.gpu.combine import combine
 from nanovllm.backends.gpu.cuda_graphs import CudaGraphs
 from nanovllm.backends.gpu.grouped_linear import grouped_linear
+from nanovllm.backends.gpu.startup import keep_one_layer_of_each_kind
 from nanovllm.backends.steps import EAGER
 from nanovllm.config import MAX_NUM_SEQS
 from nanovllm.features.families.qwen3_moe.ops import Routing
-from nanovllm.ops.attention import KVCache
+from nanovllm.ops.attention import AttentionVariant, KVCache
 
 LAYERS = 28
 ONCE = {f"_{name}_kernel": 1 for name in ("step_inputs", "share", "stats", "filter", "draw")}
@@ -136,6 +137,18 @@ def test_the_host_s_values_are_all_that_a_step_s_shapes_need() -> None:
     """The guard of the tests above is one: a read of the device's values does raise."""
     with pretend_runner() as runner, pytest.raises(RuntimeError):
         runner.device_rows.last_token.tolist()
+
+
+def test_a_start_compiles_the_attention_of_each_variant_that_layers_have() -> None:
+    """Two layers with the same window launch the same kernels. Sinks differ from layer to layer, and kernels do not."""
+    sinks = [torch.zeros(16) for _ in range(2)]
+    variants = [AttentionVariant(9), None, AttentionVariant(9), *(AttentionVariant(9, sinks=each) for each in sinks)]
+    with pretend_runner(num_layers=len(variants)) as runner:
+        for layer, variant in zip(runner.model.layers, variants, strict=True):
+            layer.self_attn.variant = variant
+        with keep_one_layer_of_each_kind(runner.model):
+            assert len(runner.model.layers) == 3
+        assert len(runner.model.layers) == len(variants)
 
 
 @pytest.fixture(scope="module")

@@ -18,6 +18,7 @@ from unittest import mock
 import pytest
 import torch
 from helpers.fakes import FREE
+from helpers.kernel_cases import give_variant
 from helpers.tiny import END, draw_prompts, edit_json, make_tokenizer, save_random, save_reciter
 
 pytest.importorskip("triton")
@@ -36,6 +37,7 @@ from nanovllm.backends.gpu.memory import GpuMemory
 from nanovllm.features.drafts.speculation import Speculation
 from nanovllm.features.edits import editing
 from nanovllm.features.families.qwen3_5.ops import RowState
+from nanovllm.ops.attention import AttentionVariant
 from nanovllm.outputs import Output
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.runner.step_handle import StepHandle
@@ -189,6 +191,15 @@ def test_keys_and_values_in_one_byte(name: str, dense: Path) -> None:
     assert [len(output.token_ids) for output in found] == [len(output.token_ids) for output in expected]
     if name == "int8":
         assert tokens(found) == tokens(expected)
+
+
+@pytest.mark.parametrize("options", [{"dtype": "bfloat16"}, {"kv_cache_dtype": "int8"}], ids=str)
+def test_a_window_a_cap_and_sinks(options: dict[str, str], dense: Path) -> None:
+    """Decodes run as graphs: the window moves on, and the lengths are read on the device."""
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=9)
+    with give_variant(AttentionVariant(9, 2.0, torch.tensor([0.5, -1.0]))):
+        expected = expect(dense, params, **{"dtype": "float32"} | options)
+        assert_close(serve(dense, params, **options), expected)
 
 
 def test_states_of_rows(hybrid: Path) -> None:

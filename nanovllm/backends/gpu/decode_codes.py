@@ -151,8 +151,8 @@ def split_codes_kernel(
         q_even = tl.load(q_ptr + seq * q_stride + offset, mask=is_query, other=0.0)
         q_odd = tl.load(q_ptr + seq * q_stride + offset + 1, mask=is_query, other=0.0)
         table_ptr = block_tables_ptr + seq * table_stride
-        has_sink = (row < GROUP) & (tl.load(first_item_ptr + seq) == item)
-        highest, total = start_softmax(sinks_ptr, head * GROUP + row, has_sink)
+        num_sinks = tl.where(tl.load(first_item_ptr + seq) == item, GROUP, 0)  # the first chunk has them
+        highest, total = start_softmax(sinks_ptr, head * GROUP + row, row < num_sinks)
         even = tl.zeros([ROWS, HALF], tl.float32)
         odd = tl.zeros([ROWS, HALF], tl.float32)
         page = tl.load(table_ptr + begin // BLOCK_SIZE)  # one tile ahead, as in _split_kernel

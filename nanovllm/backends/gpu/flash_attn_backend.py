@@ -71,7 +71,7 @@ class FlashAttnBackend(TritonBackend):
             if variant.window is not None:
                 options["window_size"] = (variant.window - 1, 0)  # how many keys before a query's own, and after it
             if variant.softcap is not None:
-                options["softcap"] = variant.softcap
+                options["softcap"] = float(variant.softcap)
         decodes = inputs.num_decodes
         parts = []
         if decodes:

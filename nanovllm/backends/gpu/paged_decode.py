@@ -11,6 +11,9 @@ Two kernels run. For neither must the host know a length, so a CUDA graph replay
 The split has as many programs as the device runs at once, and all start together. If there are enough keys, they have
 the same work, and so they end at about the same time, whatever the lengths are. With few keys, some have no chunk.
 
+All layers share the list of chunks, and a layer may have a sliding window. Then its programs skip tiles before the
+window, and a chunk that ends before the window gives a partial output without weight.
+
 The reference is `attend_reference` in ops/attention.py.
 """
 
@@ -136,8 +139,8 @@ def _split_kernel(
         seq, begin, end, num_parts, visible = find_chunk(items_ptr, first_item_ptr, item, TILE, WINDOW)
         q = tl.load(q_ptr + seq * q_stride + offset, mask=is_query[:, None], other=0.0)
         table_ptr = block_tables_ptr + seq * table_stride
-        has_sink = is_query & (tl.load(first_item_ptr + seq) == item)
-        highest, total = start_softmax(sinks_ptr, head * GROUP + row, has_sink)
+        num_sinks = tl.where(tl.load(first_item_ptr + seq) == item, GROUP, 0)  # the first chunk has them
+        highest, total = start_softmax(sinks_ptr, head * GROUP + row, row < num_sinks)
         acc = tl.zeros([ROWS, HEAD_DIM], tl.float32)
         # The page's number is loaded one tile ahead. A load whose address depends on a load of the same iteration would
         # take the pipeline's stages for itself and leave none to K and V.
@@ -275,7 +278,7 @@ def paged_decode(
     """Attend row i of q to the keys of sequence i, for the sequences of metadata; sequences of length 0 get zeros.
 
     q [num_seqs, num_heads, head_dim], the heads of a token adjacent; a cache of any equal strides with head_dim
-    contiguous; out like q, contiguous.
+    contiguous; out like q, contiguous; the sinks of variant float32 [num_heads], contiguous.
     """
     num_seqs, num_heads, head_dim = q.shape
     block_size, num_kv_heads = cache.keys.shape[1:3]

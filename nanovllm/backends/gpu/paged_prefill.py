@@ -157,22 +157,25 @@ def _prefill_kernel(
     page = tl.load(table_ptr + begin // BLOCK_SIZE)
     edges = (begin, inner, diagonal, end)
     for part in tl.static_range(1 if WINDOW is None else 0, 3):
-        for start in tl.range(edges[part], edges[part + 1], TILE):
+        # If a loop's first number depends on another loop (that of find_sequence), Triton knows no alignment in it: it
+        # reads single elements, and has no pipeline. So with a window the loops count from 0.
+        base = 0 if WINDOW is None else edges[part]
+        for tile in tl.range(edges[part] - base, edges[part + 1] - base, TILE):
+            start = base + tile
             place = page.to(tl.int64) * page_stride + (start % BLOCK_SIZE) * token_stride
             scale_place = (page.to(tl.int64) * num_kv_heads + head) * BLOCK_SIZE + start % BLOCK_SIZE + key
             page = tl.load(table_ptr + (start + TILE) // BLOCK_SIZE, mask=start + TILE < end, other=0)
             k = tl.load(k_tile_ptr + place)
-            if part != 1:
+            if part == 2:
                 # Slots beyond the sequence may be stale, and 0 * NaN is NaN.
                 is_used = start + key < seq_len
                 v = tl.load(v_tile_ptr + place, mask=is_used[:, None], other=0.0)
-                allowed = (start + key)[None, :] <= position
-                if WINDOW is not None:
-                    allowed &= (start + key)[None, :] > position - WINDOW
             else:
                 is_used = key >= 0
                 v = tl.load(v_tile_ptr + place)
-                allowed = True
+            allowed = (start + key)[None, :] <= position
+            if WINDOW is not None:
+                allowed &= (start + WINDOW + key)[None, :] > position
             scales = (k_scales_ptr + scale_place, v_scales_ptr + scale_place, is_used)
             highest, total, acc = _accumulate(
                 q, k, v, scales, scale_log2, allowed, highest, total, acc, WINDOW, SOFTCAP, MASKED=part != 1
@@ -234,7 +237,8 @@ def paged_prefill(
 
     q [all_tokens, num_heads, head_dim], the heads of a token adjacent; out like q, contiguous. cu_seqlens_q int32
     [num_seqs + 1] indexes q's tokens and need not begin at 0; num_tokens is its last value less its first. seq_lens
-    int32 [num_seqs]; block_tables int32 [num_seqs, max_blocks]; cache as for paged_decode.
+    int32 [num_seqs]; block_tables int32 [num_seqs, max_blocks]; cache and variant as for paged_decode. Tiles of keys
+    before a window are skipped.
     """
     num_heads, head_dim = q.shape[1:]
     block_size, num_kv_heads = cache.keys.shape[1:3]

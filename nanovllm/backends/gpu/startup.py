@@ -10,6 +10,7 @@ from torch import nn
 
 from nanovllm.backends.gpu.cuda_graphs import CudaGraphs
 from nanovllm.backends.gpu.launch import compile_launches
+from nanovllm.backends.gpu.online_softmax import read_variant
 from nanovllm.backends.steps import EAGER
 from nanovllm.engine.plan import SAMPLING_COLUMNS, StepPlan
 from nanovllm.models.decoder import Decoder
@@ -92,12 +93,18 @@ def launch_logits_kernels(runner: "ModelRunner") -> None:
     edit_logits(logits, MaskAndPenalties(ids, masks, ids, counts, penalties))
 
 
+def find_kind(layer: nn.Module) -> tuple[object, ...]:
+    """Return what decides which kernels a layer launches. A layer without attention has no variant of it."""
+    constants, sinks = read_variant(getattr(layer.self_attn, "variant", None))
+    return type(layer.self_attn), type(layer.mlp), *constants.values(), sinks is None
+
+
 @contextmanager
 def keep_one_layer_of_each_kind(model: Decoder) -> Iterator[None]:
     """Within, the model has one layer of each kind, such as a dense one and one with experts: they launch every
-    kernel."""
+    kernel. A layer with another window is of another kind, too."""
     layers = model.layers
-    model.layers = nn.ModuleList({(type(layer.self_attn), type(layer.mlp)): layer for layer in layers}.values())
+    model.layers = nn.ModuleList({find_kind(layer): layer for layer in layers}.values())
     try:
         yield
     finally:
