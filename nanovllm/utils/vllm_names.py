@@ -160,6 +160,7 @@ MISSING: Mapping[str, str] = {
     "VllmConfig": f"EngineConfig has the options; for logits processors: {_EDITS}",
     "sample gpu_sync_debug": f"in place of logits processors, {_EDITS}",
     "WeightTransferConfig weight_transfer": "LLM.load_weights(named_tensors) takes new weights",
+    "arg_utils argparse_utils print_utils logger pooling_params distributed lora v1": "this module is vLLM's alone",
     "forward_context plugins attention worker executor triton_utils network_utils async_utils": LISTED,
 }
 """{attributes, methods, modules or names in them, with a space between them: what to do instead of using them}."""
@@ -204,9 +205,3 @@ SYNONYMS: Mapping[str, Mapping[Any, Any]] = {
     "quantization": {"int8_per_channel_weight_only": "int8", "awq_marlin": "awq", "gptq_marlin": "gptq"},
 }
 """For each option: values that vLLM or nano-vLLM write differently, and the values that they mean here."""
-
-MODULES = (
-    *("engine.arg_utils", "utils.argparse_utils", "utils.print_utils", "logger", "pooling_params"),
-    *("distributed", "lora", "lora.request", "v1", "v1.metrics", "v1.metrics.reader"),
-)
-"""Modules of vLLM's in which scripts look for names that stand for something here."""
