@@ -67,7 +67,9 @@ class EngineConfig:
     """
 
     model: str = _results(MISSING, 'a local folder, a Hugging Face id, or "tiny-qwen3", the built-in model')
-    revision: str | None = _results(None, "branch, tag or commit of a Hugging Face id; None takes its main branch")
+    revision: str | None = _results(
+        None, "branch, tag or commit of a Hugging Face id; None takes its main branch. A folder has none but main"
+    )
     dtype: str = _results(
         "auto",
         "number format of weights, activations and KV cache: float32, float16 or bfloat16. On a GPU, auto takes the "
@@ -242,7 +244,8 @@ class EngineConfig:
         if not isinstance(model, (str, os.PathLike)) or not str(model):
             raise refuse(model, "model", 'a folder, a Hugging Face id or "tiny-qwen3"')
         known = EngineOptions.__annotations__
-        options = {name: value for name, value in options.items() if value is not None or name not in known}
+        # None asks for the default, also of an option that only another program has.
+        options = {name: value for name, value in options.items() if value is not None}
         with suppress(TypeError, ValueError):
             return cls(str(model), **options)
         options = _translate_options(model, options)  # a name or a value is not ours

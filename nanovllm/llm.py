@@ -96,10 +96,11 @@ class LLM:
     @translate_others
     def generate(
         self,
-        prompts: Prompt | Seq[Prompt],
+        prompts: Prompt | Seq[Prompt] | None = None,
         sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
         use_tqdm: bool = True,
         lora_request: LoRARequest | Seq[LoRARequest | None] | None = None,
+        prompt_token_ids: list[int] | Seq[list[int]] | None = None,
         **others: Unpack[Others],
     ) -> list[Output]:
         """Complete every prompt, and return the outputs in the order of the prompts.
@@ -112,6 +113,7 @@ class LLM:
             use_tqdm: draw progress bars.
             lora_request: the adapter of all prompts, or a list with one adapter, or None, per prompt. Prompts with the
                 same adapter run together: docs/new-weights.md tells what a change of adapters costs.
+            prompt_token_ids: prompts as token ids, in place of `prompts`: the name that older scripts use.
 
         Returns:
             An Output for each prompt: a dict with `text`, `token_ids`, `finish_reason`, `stop_reason`, `prompt`,
@@ -126,6 +128,10 @@ class LLM:
         # One activity at a time uses the engine: a run, the loop of `step`, a load of weights, or sleep. The claim
         # knows which one. This raises an error if another activity uses the engine now.
         self.engine.claim.check()
+        if prompt_token_ids is not None:
+            if prompts is not None:
+                raise ValueError("generate has prompts and prompt_token_ids: give one of them")
+            prompts = prompt_token_ids
         requests = self.prepare_requests(list_prompts(prompts), sampling_params, show=use_tqdm)
         return _list_outputs(dict(self.run_requests(requests, "Generating", use_tqdm, lora_request)))
 
@@ -186,7 +192,12 @@ class LLM:
                 for ended in run:
                     for _, seq in ended:  # `run` counts in the order in which it got them, and the caller in his own
                         bar.update()
-                        yield order.take_number(seq), self.engine.make_output(seq)
+                        number = order.take_number(seq)
+                        output = self.engine.make_output(seq)
+                        if lora_request is not None:
+                            has_one_each = isinstance(lora_request, list | tuple)
+                            output.lora_request = lora_request[number] if has_one_each else lora_request
+                        yield number, output
             finally:
                 self.engine.observers.remove(bar)
 

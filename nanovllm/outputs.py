@@ -2,12 +2,15 @@
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from functools import cached_property
 from operator import itemgetter, methodcaller
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
+
+    from nanovllm.inputs import LoRARequest
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 """stop: an end-of-sequence token, a stop token or a stop string. length: max_tokens or max_model_len. abort: the caller
@@ -91,13 +94,13 @@ def _make_plain(value: Any) -> Any:
 
 
 def _key(name: str) -> Any:
-    """Return a property that reads a key of a dict."""
-    return property(itemgetter(name))
+    """Return a property that reads and writes a key of a dict."""
+    return property(itemgetter(name), lambda self, value: self.__setitem__(name, value))
 
 
 def _optional(name: str) -> Any:
-    """Return a property that reads a key which a dict may lack; then the property is None."""
-    return property(methodcaller("get", name))
+    """Return a property that reads and writes a key which a dict may lack; then the property is None."""
+    return property(methodcaller("get", name), lambda self, value: self.__setitem__(name, value))
 
 
 class _OfPrompt(dict[str, Any]):
@@ -142,7 +145,7 @@ class _Generated(dict[str, Any]):
     reasoning: str | None = _optional("reasoning")
     """The thinking before the text; None if it did not think, or without the option reasoning_parser."""
 
-    @property
+    @cached_property
     def tool_calls(self) -> list[dict[str, Any]]:
         """The calls of tools in the answer, in OpenAI's form; [] without the option tool_call_parser."""
         return self.get("tool_calls", [])  # type: ignore[no-any-return]
@@ -150,7 +153,7 @@ class _Generated(dict[str, Any]):
     logprobs: list[dict[int, Logprob]] | None = _optional("logprobs")
     """For each token, {id: log-probability} of itself and of the k likeliest, before temperature and filters."""
 
-    @property
+    @cached_property
     def cumulative_logprob(self) -> float | None:
         """The sum of the log-probabilities of token_ids; None unless logprobs were asked for."""
         if (logprobs := self.logprobs) is None:
@@ -159,9 +162,12 @@ class _Generated(dict[str, Any]):
 
 
 class Completion(_Generated):
-    """One of the n completions of a prompt, like vLLM's CompletionOutput. `index` is its number."""
+    """One of the n completions of a prompt, like vLLM's CompletionOutput. `index` is its number.
 
-    __slots__ = ()
+    A script may give it attributes of its own, as in `completion.reward = 1.0`. They are no keys.
+    """
+
+    __slots__ = ("__dict__",)  # made when the first attribute comes
 
     index: int = _key("index")
 
@@ -170,11 +176,20 @@ class Output(_OfPrompt, _Generated):
     """A prompt and its completions, like vLLM's RequestOutput. Text, token_ids ... are those of the first completion.
 
     >>> output["text"] == output.text == output.outputs[0].text
+
+    A script may give it attributes of its own. They are no keys, and `to_dict` leaves them out.
     """
 
-    __slots__ = ("metrics", "request_id")
+    __slots__ = ("__dict__", "metrics", "request_id")
 
     finished = True
+
+    encoder_prompt: str | None = None
+    encoder_prompt_token_ids: list[int] | None = None
+    """vLLM's names. They stay None, because no model here has an encoder."""
+
+    lora_request: "LoRARequest | None" = None
+    """The adapter that `generate` or `chat` got for this prompt."""
 
     request_id: str
     """The number of the request in its engine, as a string. It is no key, so that equal answers are equal dicts."""
@@ -190,14 +205,21 @@ class Output(_OfPrompt, _Generated):
     error: str | None = _optional("error")
     """The reason, if finish_reason is "error"."""
 
-    @property
+    @cached_property
     def outputs(self) -> list[Completion]:
-        """The completions. There is a key only if there are several, so that nothing is stored twice."""
+        """The completions. There is a key only if there are several, so that nothing is stored twice.
+
+        A single completion is made at the first access, and has the values that the output has then.
+        """
         if (outputs := self.get("outputs")) is not None:
             return outputs  # type: ignore[no-any-return]
+        return [self.make_completion(0)]
+
+    def make_completion(self, index: int) -> Completion:
+        """Return the first completion as an object of its own, with this number."""
         shared = {name: self.get(name) for name in OF_EVERY_COMPLETION}
         shared |= {name: self[name] for name in OF_SOME_COMPLETIONS if name in self}
-        return [Completion(index=0, **shared, cumulative_logprob=self.cumulative_logprob)]
+        return Completion(index=index, **shared, cumulative_logprob=self.cumulative_logprob)
 
 
 class Score(dict[str, Any]):
@@ -224,7 +246,7 @@ class Embedding(_OfPrompt):
     >>> embedding["embedding"] is embedding.embedding is embedding.outputs.embedding
     """
 
-    __slots__ = ()
+    __slots__ = ("__dict__",)
 
     embedding: "NDArray[np.float32]" = _key("embedding")
     """float32 [dimensions]."""

@@ -2,9 +2,9 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, dataclass, fields, replace
 from functools import wraps
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from nanovllm.utils.checks import as_bool, as_integer, as_list, as_number, quote, refuse, refuse_unknown
 from nanovllm.utils.foreign_names import translate_names
@@ -193,6 +193,9 @@ class SamplingParams:
         TypeError: a name is unknown; the message names the nearest known one.
     """
 
+    __struct_fields__: ClassVar[tuple[str, ...]]
+    """The names of the fields. The attribute has vLLM's name, which is msgspec's."""
+
     temperature: float = 1.0
     max_tokens: int | None = 64
     ignore_eos: bool = False
@@ -305,6 +308,15 @@ class SamplingParams:
         return replace(self)
 
     @classmethod
+    def from_optional(cls, **given: Any) -> "SamplingParams":
+        """Return the parameters that are given. None stands for a field's default. The method has vLLM's name.
+
+        Of `max_tokens`, None keeps its own meaning: there is no limit but max_model_len.
+        """
+        means_default = cls.__dataclass_fields__.keys() - {"max_tokens"}
+        return cls(**{name: value for name, value in given.items() if value is not None or name not in means_default})
+
+    @classmethod
     def from_generation_config(cls, generation_config: Mapping[str, Any]) -> "SamplingParams":
         """Return the parameters that a model's generation_config.json asks for; greedy if it has `do_sample: false`.
 
@@ -323,6 +335,9 @@ class SamplingParams:
             found["temperature"] = 0.0
         found["bad_words"] = _list_bad_tokens(generation_config)
         return cls(**{name: value for name, value in found.items() if value is not None})
+
+
+SamplingParams.__struct_fields__ = tuple(field.name for field in fields(SamplingParams))
 
 
 def refuse_sampling(given: Mapping[str, Any], what: str) -> None:

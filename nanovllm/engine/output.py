@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 
 from nanovllm.engine.pooling import LAST_TOKEN_POOLING, Pooling
 from nanovllm.engine.sequence import Sequence
-from nanovllm.outputs import Completion, Logprob, Output, RequestMetrics
+from nanovllm.outputs import Logprob, Output, RequestMetrics
 from nanovllm.text.tokenizer import Tokenizer
 
 ParseOutput = Callable[[Sequence, Output], None]
@@ -27,7 +27,7 @@ def make_output(
     output.request_id = str(seq.seq_id)
     output.metrics = RequestMetrics(seq.times[0], seq.times[1] if len(seq.times) > 1 else None, time.time())
     if seq.others:
-        output["outputs"] = [Completion(one.outputs[0], index=i) for i, one in enumerate(outputs)]
+        output["outputs"] = [one.make_completion(i) for i, one in enumerate(outputs)]
         if error := next((one.error for one in outputs if one.error), None):
             output["error"] = error
     return output

@@ -29,14 +29,15 @@ def find_model(model: str, revision: str | None = None) -> Path:
     """Return the folder with the model's files. A hub id is downloaded first, through huggingface_hub and its cache.
 
     Args:
-        revision: a branch, a tag or a commit of a hub id.
+        revision: a branch, a tag or a commit of a hub id. A folder has no revisions; for it None and "main", which
+            scripts send as a default, are the files that are there.
 
     Raises:
         ValueError: there is no such folder or id, or the folder has no config.json.
     """
     folder = find_folder(model)
-    if folder is not None and revision is not None:
-        raise refuse(revision, "revision", f"left out: {folder} is a folder, which has no revisions")
+    if folder is not None and revision not in (None, "main"):
+        raise refuse(revision, "revision", f'left out, or "main": {folder} is a folder, which has no revisions')
     return folder or download(model, PATTERNS, revision)
 
 

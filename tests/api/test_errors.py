@@ -22,6 +22,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.apps.jobs.request_lines import _SAMPLING as SAMPLING_OF_LINES
 from nanovllm.backends.torch_backend import TorchBackend
 from nanovllm.config import EngineConfig
+from nanovllm.models.hub import find_model
 
 OPTIONS = SMALL | {"max_model_len": 32, "num_kvcache_blocks": 8}
 GREEDY = SamplingParams(temperature=0, max_tokens=4)
@@ -457,9 +458,11 @@ def test_code_from_models_never_runs_and_a_folder_that_needs_it_is_refused(check
         LLM(checkpoint, trust_remote_code=True, **OPTIONS)  # type: ignore[call-arg]
 
 
-def test_a_revision_is_for_ids(random_model: Path) -> None:
-    with pytest.raises(ValueError, match=r"revision is 'main'.*folder"):
-        LLM(random_model, revision="main")
+def test_a_revision_is_for_ids_and_a_folder_is_its_own_main_branch(random_model: Path) -> None:
+    assert find_model(str(random_model), "main") == random_model
+    assert find_model("tiny-qwen3", "main") == find_model("tiny-qwen3")
+    with pytest.raises(ValueError, match=r"revision is 'v2'.*folder"):
+        LLM(random_model, revision="v2")
 
 
 def test_every_option_is_documented() -> None:

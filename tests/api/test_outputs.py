@@ -376,6 +376,28 @@ def test_several_completions_are_stored_once() -> None:
     assert [completion.text for completion in output.outputs] == ["a", "b"]
 
 
+def test_scripts_hang_values_on_outputs_and_change_them_and_nothing_is_lost(llm: LLM) -> None:
+    output, *_ = both = llm.generate(["a", "a"], SamplingParams(temperature=0, max_tokens=3), use_tqdm=False)
+    output.outputs[0].reward = 1.0  # type: ignore[attr-defined]
+    output.outputs[0].text = "changed"
+    output.outputs.append(Completion(index=1, text="added"))
+    output.score = 2  # type: ignore[attr-defined]
+    for again in (output, pickle.loads(pickle.dumps(output)), copy.deepcopy(output)):
+        assert [completion.text for completion in again.outputs] == ["changed", "added"]
+        assert (again.outputs[0].reward, again.outputs[0]["text"], again.score) == (1.0, "changed", 2)
+    assert output == both[1], "attributes are no keys, and a completion is an object of its own"
+    output.prompt = "b"
+    output.outputs = []
+    assert (output["prompt"], output.outputs) == ("b", [])
+    assert output.tool_calls is output.tool_calls
+    assert output.encoder_prompt is output.encoder_prompt_token_ids is output.lora_request is None
+    (several,) = llm.generate("a", SamplingParams(n=2, max_tokens=1, logprobs=0), use_tqdm=False)
+    several.outputs[1].cumulative_logprob = -1.0
+    several.outputs[1].reward = 1.0  # type: ignore[attr-defined]
+    assert several.outputs is several["outputs"]
+    assert (several.outputs[1].reward, several.outputs[1].cumulative_logprob) == (1.0, -1.0)
+
+
 def test_an_output_can_be_stored_and_copied(llm: LLM) -> None:
     output = say(llm, "a", max_tokens=3)
     assert json.loads(json.dumps(output)) == output == dict(output)

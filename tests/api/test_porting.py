@@ -294,9 +294,39 @@ def test_none_is_the_default_of_every_option() -> None:
     ours: dict[str, None] = dict.fromkeys(
         field.name for field in dataclasses.fields(EngineConfig) if field.name != "model"
     )
-    assert EngineConfig.from_options("model", {**ours, **dict.fromkeys(OPTIONS)}) == EngineConfig("model")
+    others = ("download_dir", "tokenizer_revision", "hf_token", "code_revision", "rope_theta", "hf_config_path")
+    given = {**ours, **dict.fromkeys(OPTIONS), **dict.fromkeys(others)}
+    assert EngineConfig.from_options("model", given) == EngineConfig("model")
     with pytest.raises(TypeError, match="no option 'max_modl_len'; did you mean 'max_model_len'"):
-        EngineConfig.from_options("model", {"max_modl_len": None})
+        EngineConfig.from_options("model", {"max_modl_len": 64})
+    with pytest.raises(TypeError, match="no option 'max_token'; did you mean 'max_tokens'"):  # its None means no limit
+        SamplingParams(max_token=None)  # type: ignore[call-arg]
+
+
+def test_parameters_are_rebuilt_from_their_fields_as_outlines_does(llm: LLM) -> None:
+    params = SamplingParams(temperature=0.5, stop="x", bad_words=["cd"], seed=3, max_tokens=None)
+    fields = {name: getattr(params, name) for name in SamplingParams.__struct_fields__}
+    assert SamplingParams(**fields) == params
+    assert fields.keys() == {field.name for field in dataclasses.fields(SamplingParams)}
+
+
+def test_none_of_from_optional_is_the_default_of_all_but_max_tokens() -> None:
+    given = dict.fromkeys(SamplingParams.__struct_fields__)
+    assert SamplingParams.from_optional(**given) == SamplingParams(max_tokens=None)
+    assert SamplingParams.from_optional(n=3, top_p=None, output_kind=None) == SamplingParams(n=3)
+    with pytest.raises(TypeError, match="no option 'top_kk'; did you mean 'top_k'"):
+        SamplingParams.from_optional(top_kk=None)
+
+
+def test_token_ids_are_prompts_under_their_older_name_too(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=3)
+    expected = llm.generate([[5, 6], [7]], params, use_tqdm=False)
+    assert llm.generate(prompt_token_ids=[[5, 6], [7]], sampling_params=params, use_tqdm=False) == expected
+    assert llm.generate(None, params, False, prompt_token_ids=[7]) == expected[1:]
+    with pytest.raises(ValueError, match="generate has prompts and prompt_token_ids: give one of them"):
+        llm.generate("a", params, prompt_token_ids=[[7]])
+    with pytest.raises(ValueError, match="prompts is None; it must be"):
+        llm.generate()
 
 
 def test_options_that_change_nothing_are_ignored_with_one_line(caplog: pytest.LogCaptureFixture) -> None:

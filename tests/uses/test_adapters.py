@@ -98,6 +98,7 @@ def check_mix(case: Case, params: SamplingParams = PARAMS, prompts: Any = PROMPT
     with LLM(case.model, **OPTIONS | options) as llm:
         named = [None if which is None else case.requests[which] for which in MIX]
         for i, output in enumerate(run(llm, named, params, prompts)):
+            assert output.lora_request is named[i]
             assert are_equal(output, expected[MIX[i]][i]), i
 
 
@@ -180,6 +181,7 @@ def test_grammars_and_conversations(tmp_path: Path) -> None:
     with LLM(case.model, **OPTIONS) as llm:
         answers = llm.chat(messages, params, use_tqdm=False, lora_request=case.requests[0])
         assert all(map(are_equal, answers, expected))
+        assert [answer.lora_request for answer in answers] == [case.requests[0]] * 3
 
 
 @pytest.mark.slow
