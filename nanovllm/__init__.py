@@ -54,6 +54,6 @@ class _Elsewhere:
 
 
 _ELSEWHERE = f"{__path__[0]}/elsewhere"
-sys.path_importer_cache[_ELSEWHERE] = _Elsewhere()  # type: ignore[assignment]
+sys.path_importer_cache[_ELSEWHERE] = _Elsewhere()
 for path in (__path__, engine.__path__, utils.__path__):  # where vLLM has modules that scripts import
     path.append(_ELSEWHERE)

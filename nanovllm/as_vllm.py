@@ -1,4 +1,4 @@
-"""Importing this module first makes `vllm` this engine, in this process and its children: see apps/standin/finders.py."""
+"""Importing this module makes `vllm` this engine, in this process and its children: see apps/standin/."""
 
 from nanovllm.apps.standin.finders import install
 

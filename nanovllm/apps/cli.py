@@ -325,12 +325,12 @@ def _add_run(commands: Any) -> None:
 
 
 def _run(options: argparse.Namespace) -> NoReturn:
-    from nanovllm.apps.standin.finders import prepare_children
+    from nanovllm.apps.standin.environment import VERSION, prepare_children
 
     command = ["-m", *options.m] if options.m else options.script
     if not command:
         raise ValueError("nanovllm run needs a script: nanovllm run script.py")
-    prepare_children(options.claim, options.replace)
+    prepare_children(options.claim or VERSION, options.replace)
     os.execv(sys.executable, [sys.executable, *command])
 
 

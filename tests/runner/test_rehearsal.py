@@ -537,7 +537,9 @@ def test_preemption_an_abort_and_a_failed_step(dense: Path) -> None:
         for _ in llm.stream(prompts, SamplingParams(max_tokens=2, ignore_eos=True)):
             break
         with (
-            mock.patch.object(llm.engine.runner.device_rows, "add_blocks", side_effect=RuntimeError("an error in a step")),
+            mock.patch.object(
+                llm.engine.runner.device_rows, "add_blocks", side_effect=RuntimeError("an error in a step")
+            ),
             pytest.raises(RuntimeError, match="an error in a step"),
         ):
             llm.generate(prompts[:1], params[0], use_tqdm=False)

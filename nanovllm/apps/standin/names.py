@@ -1,8 +1,7 @@
-"""What stands for vLLM's names: its defaults where ours differ, and an error where the meaning would differ."""
+"""Holds what stands for vLLM's names: with its defaults where ours differ, and an error where the meaning differs."""
 
 import gc
 import logging
-import socket
 import sys
 from argparse import ArgumentParser
 from collections.abc import Iterable, Mapping
@@ -13,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import torch
+from transformers import AutoTokenizer
 
 import nanovllm
 from nanovllm import llm, sampling_params
@@ -20,13 +20,15 @@ from nanovllm.apps import ported
 from nanovllm.load import read_generation_config
 from nanovllm.outputs import METRICS, Logprob, Metric
 from nanovllm.utils.foreign_names import explain_missing
-from nanovllm.utils.vllm_names import ADVICE, LISTED
+from nanovllm.utils.vllm_names import ACCEPTED, ADVICE, LISTED
 
 
 class SamplingParams(sampling_params.SamplingParams):
     """Without max_tokens a request has 16. All fields have names, because vLLM's have another order."""
 
     __slots__ = ()
+    __annotations__ = {**sampling_params.SamplingParams.__annotations__, **ACCEPTED["SamplingParams"]}
+    """Clients leave out, without a word, what has no name here. So the fields of vLLM's that are refused have one."""
 
     def __init__(self, **fields: Any) -> None:
         super().__init__(**{"max_tokens": 16, **fields})
@@ -44,14 +46,13 @@ class LLM(llm.LLM):
 
     def get_default_sampling_params(self) -> sampling_params.SamplingParams:
         super().get_default_sampling_params()  # raises an error if a request cannot have them
-        origin = self.engine.facts.origin
-        generation, _, _ = read_generation_config(origin if isinstance(origin, Path) else None)
-        return SamplingParams.from_generation_config(generation)
+        folder = Path(self.engine.facts.origin)
+        return SamplingParams.from_generation_config(read_generation_config(folder)[0])
 
     def score(self, *_: Any, **__: Any) -> NoReturn:
         raise NotImplementedError(
-            "vLLM's score() is how relevant a text is, which a model with a head of its own says; nanovllm's own LLM "
-            "has a score() of another meaning: the log-probability of a text after another one"
+            "vLLM's score() is how relevant a text is, which a model with a head of its own says; in nanovllm itself "
+            "score() is the log-probability of a text after another one"
         )
 
     @cached_property
@@ -59,9 +60,9 @@ class LLM(llm.LLM):
         return LLMEngine(self)
 
     def load_part(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Begin a load of weights, or go on with it. `reset_prefix_cache` finishes it, which trainers call last."""
+        """Begin a load of weights, or go on with it. `reset_prefix_cache`, which trainers call last, finishes it."""
         self._is_loading = True
-        self.load_weights([(name, tensor.detach()) for name, tensor in named_tensors], finish=False)
+        self.load_weights(named_tensors, finish=False)
 
     def reset_prefix_cache(self, **others: Any) -> bool:
         if self._is_loading:
@@ -75,8 +76,7 @@ class LLMEngine(ported.LLMEngine):
 
     def __init__(self, llm: LLM) -> None:
         super().__init__(llm)
-        config = llm.engine.config
-        self.model_config = SimpleNamespace(max_model_len=config.max_model_len, dtype=getattr(torch, config.dtype))
+        self.model_config = SimpleNamespace(max_model_len=llm.max_model_len)
         runner = SimpleNamespace(model=SimpleNamespace(load_weights=llm.load_part))
         self.model_executor = SimpleNamespace(driver_worker=SimpleNamespace(model_runner=runner))
 
@@ -85,32 +85,12 @@ class LLMEngine(ported.LLMEngine):
         return cls(LLM(**vars(engine_args)))
 
 
-class FlexibleArgumentParser(ArgumentParser):
-    """A parser of a command line."""
-
-
-class RequestOutputKind(Enum):
-    """How often a request has outputs. Here it is once, when it ends."""
-
-    CUMULATIVE = 0
-    DELTA = 1
-    FINAL_ONLY = 2
-
-
-def get_tokenizer(tokenizer_name: str, *_: Any, tokenizer_mode: str = "auto", **options: Any) -> Any:
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(tokenizer_name, **options)
+RequestOutputKind = Enum("RequestOutputKind", ["CUMULATIVE", "DELTA", "FINAL_ONLY"], start=0)
+"""How often a request has outputs. Here it is once, when it ends."""
 
 
 def resolve_chat_template(tokenizer: Any, chat_template: str | None = None, *_: Any, **__: Any) -> str | None:
     return chat_template or tokenizer.chat_template
-
-
-def get_open_port() -> int:
-    with socket.socket() as opened:
-        opened.bind(("", 0))
-        return int(opened.getsockname()[1])
 
 
 def print_embeddings(embeds: Any, prefix: str = "Embeddings") -> None:
@@ -118,26 +98,19 @@ def print_embeddings(embeds: Any, prefix: str = "Embeddings") -> None:
 
 
 NAMES: Mapping[str, Any] = {
-    **{name: getattr(nanovllm, name) for name in nanovllm.__all__ if not name.startswith("__")},
+    **{name: getattr(nanovllm, name) for name in nanovllm.__all__},
     **ported.NAMES,
     **METRICS,
-    "SamplingParams": SamplingParams,
-    "LLM": LLM,
-    "LLMEngine": LLMEngine,
-    "FlexibleArgumentParser": FlexibleArgumentParser,
-    "RequestOutputKind": RequestOutputKind,
-    "Metric": Metric,
-    "Logprob": Logprob,
-    "SampleLogprobs": list[dict[int, Logprob]],
-    "PromptLogprobs": list[dict[int, Logprob] | None],
-    "ProfilerConfig": dict,  # the option profiler_config refuses it
-    "get_open_port": get_open_port,
-    "get_tokenizer": get_tokenizer,
-    "init_logger": logging.getLogger,
-    "print_embeddings": print_embeddings,
+    **{made.__name__: made for made in (SamplingParams, LLM, LLMEngine, RequestOutputKind, Logprob, Metric)},
     **dict.fromkeys(("resolve_chat_template", "resolve_hf_chat_template"), resolve_chat_template),
+    **dict.fromkeys(("SampleLogprobs", "PromptLogprobs"), list),
     **dict.fromkeys(("cleanup_dist_env_and_memory", "destroy_model_parallel"), gc.collect),
     "destroy_distributed_environment": gc.collect,  # an LLM frees its memory when it is collected
+    "FlexibleArgumentParser": ArgumentParser,
+    "ProfilerConfig": dict,  # the option profiler_config refuses it
+    "get_tokenizer": AutoTokenizer.from_pretrained,
+    "init_logger": logging.getLogger,
+    "print_embeddings": print_embeddings,
 }
 """Names of vLLM's that stand for something here, whatever module a client imports them from."""
 
@@ -146,7 +119,7 @@ UNCALLED = (
     *("KVTransferConfig", "NCCLTrainerSendWeightsArgs", "NCCLWeightTransferEngine", "packed_nccl_broadcast_producer"),
     *("PoolerConfig", "PoolingRequestOutput", "ScoringRequestOutput", "trainer_init", "WeightTransferConfig"),
 )
-"""Names that clients import, and of which most never call any."""
+"""Names that clients import, and that most of them never call. A call raises an error."""
 
 
 @cache
@@ -155,9 +128,9 @@ def find_name(name: str) -> Any:
     if name in NAMES:
         return NAMES[name]
     if name not in UNCALLED:
-        raise explain_missing("vllm, which is nanovllm here,", name)
+        raise explain_missing("nanovllm, which is vllm here,", name)
 
     def refuse(*_: Any, **__: Any) -> NoReturn:
-        raise NotImplementedError(f"vllm, which is nanovllm here, has no {name}: {ADVICE.get(name, LISTED)}")
+        raise NotImplementedError(f"nanovllm, which is vllm here, has no {name}: {ADVICE.get(name, LISTED)}")
 
     return type(name, (), {"__init__": refuse})

@@ -1,28 +1,21 @@
-"""Python runs this file when it starts in a child of a process whose `vllm` is this engine: PYTHONPATH has its folder."""
+"""Python runs this file when a process begins whose parent has this engine as `vllm`: PYTHONPATH has its folder."""
 
 import sys
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.machinery import PathFinder
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from types import ModuleType
 
 FOLDER = Path(__file__).parent
 
+# The package of the parent process, which need not lie in this one's path; then the file that this one hides, if any.
+for spec in (
+    spec_from_file_location("nanovllm", FOLDER.parents[2] / "__init__.py"),
+    PathFinder.find_spec("sitecustomize", [place for place in sys.path if place != str(FOLDER)]),
+):
+    if spec is not None and spec.loader is not None:
+        sys.modules[spec.name] = module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[spec.name])
 
-def _load(spec: ModuleSpec) -> ModuleType:
-    module = module_from_spec(spec)
-    sys.modules[spec.name] = module
-    if spec.loader is not None:
-        spec.loader.exec_module(module)
-    return module
+from nanovllm.apps.standin.finders import put_finder  # noqa: E402
 
-
-# The parent's own package: its folder may not be in this process's path.
-if package := spec_from_file_location("nanovllm", FOLDER.parents[2] / "__init__.py"):
-    _load(package)
-    from nanovllm.apps.standin.finders import put_finder
-
-    put_finder()
-# This file hides another one of its name, which an installation may have.
-if hidden := PathFinder.find_spec("sitecustomize", [place for place in sys.path if place != str(FOLDER)]):
-    _load(hidden)
+put_finder()
