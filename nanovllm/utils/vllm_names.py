@@ -160,7 +160,7 @@ MISSING: Mapping[str, str] = {
     "VllmConfig": f"EngineConfig has the options; for logits processors: {_EDITS}",
     "sample gpu_sync_debug": f"in place of logits processors, {_EDITS}",
     "WeightTransferConfig weight_transfer": "LLM.load_weights(named_tensors) takes new weights",
-    "arg_utils argparse_utils print_utils logger pooling_params distributed lora v1": "this module is vLLM's alone",
+    "arg_utils argparse_utils print_utils logger distributed lora v1": "this module is vLLM's alone",
     "forward_context plugins attention worker executor triton_utils network_utils async_utils": LISTED,
 }
 """{attributes, methods, modules or names in them, with a space between them: what to do instead of using them}."""
