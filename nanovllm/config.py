@@ -23,6 +23,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "distributed_backend": ("auto", "nccl", "gloo"),
     "load_format": ("auto", "dummy"),
     "quantization": ("int8", "int8-dynamic", "awq", "gptq", "compressed-tensors", "fp8"),
+    "logprobs_mode": ("raw_logprobs", "processed_logprobs"),
     "order": ("auto", "given"),
     "reasoning_parser": ("qwen3", "deepseek_r1"),
     "tool_call_parser": ("hermes", "llama3_json"),
@@ -156,6 +157,11 @@ class EngineConfig:
         "guess tokens and verify several of them in one step. To guess from the text so far: "
         '{"method": "ngram", "num_speculative_tokens": 8, "prompt_lookup_max": 4, "prompt_lookup_min": 2}. To let a '
         'smaller model guess: {"model": NAME, "num_speculative_tokens": 4}',
+    )
+    logprobs_mode: str = _results(
+        "raw_logprobs",
+        "which log-probabilities outputs have. raw_logprobs: those of the model. processed_logprobs: those that tokens "
+        "were sampled by, after edits, temperature and filters; those of prompts stay the model's",
     )
     order: str = _pace(
         "auto",
@@ -341,6 +347,7 @@ def _translate_options(model: Any, given: Mapping[str, Any]) -> dict[str, Any]:
         ValueError: an option would change something that we cannot do.
     """
     given = {name: value for name, value in given.items() if name != "tokenizer" or value != model}
+    logprobs_mode: str
     options = translate_names(given, "LLM")
     for name in options.keys() & SYNONYMS.keys():
         value = options[name]

@@ -560,13 +560,17 @@ class LLM:
         self._renewal.sleep(level)
 
     @translate_others
-    def wake_up(self, **others: Unpack[Others]) -> None:
+    def wake_up(self, tags: Seq[str] | None = None, **others: Unpack[Others]) -> None:
         """Undo `sleep`. After level 2 the model's folder is read again.
+
+        Args:
+            tags: vLLM's: a list of "weights" and "kv_cache". The first call brings back everything, whatever it names,
+                and a second one does nothing. So between two such calls the memory of the KV cache is taken already.
 
         Level 2 also frees weights that came from `load_weights`, and the folder does not have them. If you had loaded
         such weights, call `load_weights` again: until then no request runs.
         """
-        self._renewal.wake_up()
+        self._renewal.wake_up(tags)
 
     def close(self) -> None:
         """Free the model and the KV cache. The engine cannot be used afterwards.

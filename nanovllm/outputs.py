@@ -151,7 +151,7 @@ class _Generated(dict[str, Any]):
         return self.get("tool_calls", [])  # type: ignore[no-any-return]
 
     logprobs: list[dict[int, Logprob]] | None = _optional("logprobs")
-    """For each token, {id: log-probability} of itself and of the k likeliest, before temperature and filters."""
+    """For each token, {id: log-probability} of itself and of the k likeliest: see the option logprobs_mode."""
 
     @cached_property
     def cumulative_logprob(self) -> float | None:
@@ -200,7 +200,8 @@ class Output(_OfPrompt, _Generated):
     """The text of the prompt; None if it was given as token ids."""
 
     prompt_logprobs: list[dict[int, Logprob] | None] | None = _optional("prompt_logprobs")
-    """As `logprobs`, for the tokens of the prompt. Tokens that were not scored have None; so has the first one."""
+    """As `logprobs`, for the tokens of the prompt, and always before temperature and filters. Tokens that were not
+    scored have None; so has the first one."""
 
     error: str | None = _optional("error")
     """The reason, if finish_reason is "error"."""

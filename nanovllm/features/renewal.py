@@ -23,7 +23,7 @@ from nanovllm.models.model_config import find_family, is_headless
 from nanovllm.models.weight_names import find_elsewhere, find_module_targets
 from nanovllm.models.weight_reader import checkpoint_files, name_canonically, name_some, open_tensors
 from nanovllm.runner.model_runner import ModelRunner
-from nanovllm.utils.checks import as_bool, as_integer, quote
+from nanovllm.utils.checks import as_bool, as_choice, as_integer, as_list, quote
 from nanovllm.utils.machine import default_dtype
 
 Command = dict[str, Any]
@@ -31,6 +31,9 @@ Command = dict[str, Any]
 
 ALSO_LOADS_IN = (State.LOADING, State.REPLACED)
 """The states, beside READY, in which new weights may come."""
+
+TAGS = ("weights", "kv_cache")
+"""What vLLM's `wake_up` can bring back by itself."""
 
 
 class Renewal:
@@ -110,8 +113,10 @@ class Renewal:
             self._level = level
             self._command({"do": "sleep", "level": level})
 
-    def wake_up(self) -> None:
+    def wake_up(self, tags: Iterable[str] | None) -> None:
         """Take the memory again: see `LLM.wake_up`."""
+        for tag in as_list(tags, "tags", "None, or a list of weights and kv_cache"):
+            as_choice(tag, "a tag of wake_up", TAGS)
         self._claim.check_open()
         if not self._level:
             return
@@ -331,7 +336,12 @@ class WeightLoad:
         lacking = {name for path, names in come.items() for name in self._needed[path] - names}
         if HEAD in self._digests and EMBEDDING not in self._digests:
             lacking.add(EMBEDDING)  # without it nobody knows whether the head is the same matrix
-        return f"the load is not complete: {name_some(lacking)} must come, too" if lacking else None
+        if not lacking:
+            return None
+        return (
+            f"the load is not complete: {name_some(lacking)} must come, too, in the same call; or give finish=False to "
+            "each call but the last one"
+        )
 
     def find_names(self, names: set[str]) -> set[str]:
         """Return the names of the tensors that the model reads, or leaves unread, of a checkpoint with these names."""

@@ -21,7 +21,7 @@ MakeLogits = Callable[[Tensor], Tensor | None]
 
 
 class Logprobs:
-    """Log-probabilities from raw logits: of one given token of each row, and of the row's k most likely tokens."""
+    """Log-probabilities from logits: of one given token of each row, and of the row's k most likely tokens."""
 
     def __init__(self, logits: Iterable[tuple[Tensor, Tensor]], counts: IntArray, backend: Backend) -> None:
         """
@@ -84,6 +84,7 @@ def start_logprobs(
     token_ids: Tensor,
     logits: Tensor | None,
     backend: Backend,
+    asked: NDArray[Any] | None = None,
 ) -> tuple[Logprobs, NDArray[np.intp]] | None:
     """Compute the log-probabilities of the sampled tokens whose sequences ask for them; None if none does.
 
@@ -91,14 +92,22 @@ def start_logprobs(
         counts: int32 [num_seqs], how many of the most likely tokens each sequence asks for; -1: no log-probabilities.
         token_ids: int32 [n], all that the step sampled, 1 + num_drafts of each sequence.
         logits: [n, vocab], the raw logits that token_ids were sampled from; None on ranks other than 0.
+        asked: ROW_SAMPLING [num_seqs]. If it is given, the logits are the edited ones, and the log-probabilities those
+            after temperature and filters.
 
     Returns:
         The log-probabilities, and which of token_ids they belong to.
     """
-    counts = np.repeat(np.where(plan.num_sampled > 0, counts, -1), 1 + plan.num_drafts)
+    num_samples = 1 + plan.num_drafts
+    counts = np.repeat(np.where(plan.num_sampled > 0, counts, -1), num_samples)
     asking = np.flatnonzero(counts >= 0)
     if not len(asking):
         return None
+    if asked is not None:
+        from nanovllm.runner.processed_logits import pair_processed_logits
+
+        processed = pair_processed_logits(logits, asking, token_ids, np.repeat(asked, num_samples), backend)
+        return Logprobs(processed, counts[asking], backend), asking
     indices = backend.to_device(asking)
     pieces = pair_logits(indices, token_ids[indices], lambda some: None if logits is None else logits[some])
     return Logprobs(pieces, counts[asking], backend), asking

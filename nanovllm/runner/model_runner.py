@@ -184,8 +184,14 @@ class ModelRunner:
             return StepHandle(plan, steps.replay("head", plan.num_seqs), targets=targets)
         hidden = head.hidden if head.sample_indices is None else head.hidden[head.sample_indices]
         logits = self.model.compute_logits(hidden)
-        token_ids = self.sampler.sample(logits, head.rows, head.positions, edits)
-        logprobs = start_logprobs(plan, counts, token_ids, logits, self.backend) if keeps_logits else None
+        token_ids, edited = self.sampler.sample(logits, head.rows, head.positions, edits)
+        if not keeps_logits:
+            return StepHandle(plan, token_ids, targets=targets)
+        if self.config.logprobs_mode == "raw_logprobs":
+            del edited  # before log-probabilities take memory
+            logprobs = start_logprobs(plan, counts, token_ids, logits, self.backend)
+        else:
+            logprobs = start_logprobs(plan, counts, token_ids, edited, self.backend, asked)
         return StepHandle(plan, token_ids, logprobs, targets)
 
     def forward(self, plan: StepPlan) -> tuple[StepInputs, Tensor]:
@@ -201,7 +207,7 @@ class ModelRunner:
 
     def sample_decodes(self, inputs: StepInputs, hidden: Tensor) -> Tensor:
         """Sample one token for each sequence of such a step, without edits. Returns int32 [num_seqs]."""
-        return self.sampler.sample(self.model.compute_logits(hidden), inputs.rows, inputs.seq_lens)
+        return self.sampler.sample(self.model.compute_logits(hidden), inputs.rows, inputs.seq_lens)[0]
 
     def make_inputs(self, num_seqs: int, num_tokens: int) -> StepInputs:
         """Make the inputs of the layers from the plan in the staging buffer, and from the tables."""

@@ -1,6 +1,5 @@
 """Samples the tokens of a step. Rank 0 samples, from the logits of all ranks."""
 
-from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -51,8 +50,13 @@ def choose_samples(plan: StepPlan, inputs: StepInputs, backend: Backend) -> tupl
 class StepEdits(Protocol):
     """The edits of one step's logits. The sampler samples such a step through it, on rank 0 alone."""
 
-    def sample(self, backend: Backend, logits: Tensor, table: Tensor, rows: Tensor, positions: Tensor) -> Sampled:
-        """Sample from edited logits as `Backend.sample` does. `logits` [n, vocab] themselves stay as they are."""
+    def sample(
+        self, backend: Backend, logits: Tensor, table: Tensor, rows: Tensor, positions: Tensor
+    ) -> tuple[Sampled, Tensor]:
+        """Sample from edited logits as `Backend.sample` does, and return these, too.
+
+        `logits` [n, vocab] themselves stay as they are.
+        """
 
 
 class Sampler:
@@ -69,7 +73,7 @@ class Sampler:
         rows: Tensor,
         positions: Tensor,
         edits: StepEdits | None = None,
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor | None]:
         """Sample one token for each of n rows. Rank 0 samples and broadcasts the tokens to the other ranks.
 
         Args:
@@ -80,12 +84,15 @@ class Sampler:
 
         Returns:
             int32 [n], FAILED for a row whose logits are not a valid distribution. On ranks other than 0 the values mean
-            nothing.
+            nothing. And the logits that the tokens were sampled from: those given, or a copy with the edits.
         """
         if logits is None:
             token_ids = checked = torch.empty_like(rows)
         else:
-            sample = self._backend.sample if edits is None else partial(edits.sample, self._backend)
-            token_ids, checked = sample(logits, self._device_rows.sampling, rows, positions)
+            given = (logits, self._device_rows.sampling, rows, positions)
+            if edits is None:
+                token_ids, checked = self._backend.sample(*given)
+            else:
+                (token_ids, checked), logits = edits.sample(self._backend, *given)
         self._backend.store_samples(self._parallel.broadcast(token_ids), rows, self._device_rows.last_token)
-        return checked
+        return checked, logits

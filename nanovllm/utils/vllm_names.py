@@ -118,7 +118,6 @@ ARGUMENTS = (
     Row("lora_request", (None,), _GROUPS),
     Row("pooling_params", (None,), _EMBED),
     Row("prompt_token_ids", (None,), "lists of token ids are prompts: generate([[1, 2, 3]])"),
-    Row("tags", (None,), "wake_up() brings back the weights and the KV cache together"),
     Row("truncate_prompt_tokens", (None,)),
     Row("reset_running_requests", (False,), "let them end first, or leave the iterator of stream()"),
 )

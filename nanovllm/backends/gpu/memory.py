@@ -16,6 +16,9 @@ EDIT_BYTES = 5
 """For each logit that is edited: itself in float32, and its place in a mask."""
 COUNT_BYTES = 4
 """For each token of the vocabulary and each sequence: how often the sequence has it, for penalties."""
+PROCESS_BYTES = 2048
+"""For each token of the vocabulary, with logprobs_mode="processed_logprobs": the copies of the rows that are processed
+at a time, 16 bytes for each of 64 rows, and 64 for each of 16 rows with filters."""
 GRAPH_NODES_BYTES = 4 << 20
 """Allowance for one captured graph's own nodes: a few hundred kernels' parameters."""
 
@@ -91,6 +94,8 @@ def _measure_largest_step(runner: "ModelRunner") -> int:
     if runner.parallel.rank == 0:
         num_edited = min(config.max_num_seqs * (1 + config.num_speculative_tokens), config.max_num_batched_tokens)
         edits = EDIT_BYTES * num_edited + COUNT_BYTES * config.max_num_seqs
+        if config.logprobs_mode == "processed_logprobs":
+            edits += PROCESS_BYTES
         num_bytes += edits * runner.hf_config.vocab_size
     return num_bytes
 

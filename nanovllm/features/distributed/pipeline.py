@@ -194,7 +194,7 @@ class StageRunner(ModelRunner):
         if self.inputs is None:
             return super().sample_decodes(inputs, hidden)
         hidden, rows, positions = self.inputs.view(len(inputs.rows))
-        return self.sampler.sample(self.model.compute_logits(hidden), rows, positions)
+        return self.sampler.sample(self.model.compute_logits(hidden), rows, positions)[0]
 
     def receive(self, num_rows: int, rank: int, number: int) -> Tensor:
         """Wait for [num_rows, hidden] of plan `number` from another rank. Over NCCL only the device waits."""

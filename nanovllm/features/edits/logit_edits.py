@@ -71,8 +71,10 @@ class LogitEdits:
     started: Seq[Started]
     counts: PenaltyCounts
 
-    def sample(self, backend: "Backend", logits: Tensor, table: Tensor, rows: Tensor, positions: Tensor) -> Sampled:
-        """Sample as `Backend.sample` does, from the edited logits, without waiting for the device.
+    def sample(
+        self, backend: "Backend", logits: Tensor, table: Tensor, rows: Tensor, positions: Tensor
+    ) -> tuple[Sampled, Tensor]:
+        """Sample as `Backend.sample` does, from the edited logits, and return these. Nothing waits for the device.
 
         In float32, in which a row without edits gives the same token as without this.
         """
@@ -93,7 +95,7 @@ class LogitEdits:
         sampled = backend.sample(logits, table, rows, positions)
         if counts is not None:
             counts[edited_rows, sampled.token_ids[indices]] += 2  # of rows without penalties, too: nobody reads theirs
-        return sampled
+        return sampled, logits
 
 
 class _Edited(NamedTuple):
