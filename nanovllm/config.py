@@ -332,6 +332,7 @@ class EngineOptions(TypedDict, total=False):
     quantization: str | None
     overlap: bool
     speculative_config: Mapping[str, Any] | None
+    logprobs_mode: str
     order: str
     reasoning_parser: str | None
     tool_call_parser: str | None
@@ -347,7 +348,6 @@ def _translate_options(model: Any, given: Mapping[str, Any]) -> dict[str, Any]:
         ValueError: an option would change something that we cannot do.
     """
     given = {name: value for name, value in given.items() if name != "tokenizer" or value != model}
-    logprobs_mode: str
     options = translate_names(given, "LLM")
     for name in options.keys() & SYNONYMS.keys():
         value = options[name]
