@@ -3,13 +3,15 @@
 python scripts/run_examples.py FOLDER [NAME ...]
 
 FOLDER is the folder `examples` of a source release of vLLM's. Each example is copied, the name of every model in it is
-replaced by the built-in model's folder, and the copy runs under `nanovllm run`, without arguments. NAMEs choose the
+replaced by the built-in model's folder, and the copy runs under `nanovllm run`. It gets no argument, but for the
+model if the example leaves that to vLLM's parser. NAMEs choose the
 examples whose path holds one of them; without any, those of offline inference run. docs/programs.md has the table.
 """
 
 import argparse
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -29,9 +31,12 @@ def run_example(path: Path, seconds: int) -> tuple[bool, str]:
     """Run one example; return whether it ended well, and the last line of its error."""
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join([str(MODEL.parents[2])])}
     with tempfile.TemporaryDirectory() as folder:
+        shutil.copytree(path.parent, folder, dirs_exist_ok=True)  # an example may read files beside it
         copy = Path(folder) / path.name
         copy.write_text(replace_models(path.read_text()))
         command = [sys.executable, "-m", "nanovllm", "run", str(copy)]
+        if "EngineArgs.add_cli_args" in copy.read_text() and str(MODEL) not in copy.read_text():
+            command += ["--model", str(MODEL)]  # the default of vLLM's parser, which the example does not name
         try:
             done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=seconds)
         except subprocess.TimeoutExpired:

@@ -129,6 +129,8 @@ def test_modules_names_and_versions_are_answered_or_say_what_to_do(vllm: Any) ->
     with pytest.raises(AttributeError, match="which is vllm here, has no attribute 'beam_search': generate"):
         vllm.beam_search  # noqa: B018
     assert not hasattr(vllm, "__wrapped__")
+    assert importlib.import_module("vllm.utils.network_utils").get_open_port() > 0
+    assert not importlib.import_module("vllm.platforms").current_platform.is_rocm()
 
 
 def test_defaults_are_vllms_and_what_would_mean_something_else_is_refused(vllm: Any) -> None:
@@ -146,6 +148,7 @@ def test_defaults_are_vllms_and_what_would_mean_something_else_is_refused(vllm: 
         vllm.LLM(BOX_MODEL, hf_overrides={"a": 1})
     with vllm.LLM(BOX_MODEL, **OPTIONS) as llm:
         assert llm.llm_engine.model_config.max_model_len == 96
+        assert llm.llm_engine.vllm_config.parallel_config.data_parallel_size == 1
         assert llm.get_default_sampling_params() == vllm.SamplingParams(temperature=0.6, top_k=20, top_p=0.95)
         params = vllm.SamplingParams(temperature=0, ignore_eos=True)
         for ask in (llm.generate, llm.chat):

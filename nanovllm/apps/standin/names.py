@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import socket
 import sys
 from argparse import ArgumentParser
 from collections.abc import Iterable, Mapping
@@ -77,6 +78,8 @@ class LLMEngine(ported.LLMEngine):
     def __init__(self, llm: LLM) -> None:
         super().__init__(llm)
         self.model_config = SimpleNamespace(max_model_len=llm.max_model_len)
+        alone = SimpleNamespace(data_parallel_rank=0, data_parallel_size=1)  # to its caller: it shares requests itself
+        self.vllm_config = SimpleNamespace(model_config=self.model_config, parallel_config=alone)
         runner = SimpleNamespace(model=SimpleNamespace(load_weights=llm.load_part))
         self.model_executor = SimpleNamespace(driver_worker=SimpleNamespace(model_runner=runner))
 
@@ -93,6 +96,11 @@ def resolve_chat_template(tokenizer: Any, chat_template: str | None = None, *_: 
     return chat_template or tokenizer.chat_template
 
 
+def get_open_port() -> int:
+    with socket.create_server(("", 0)) as server:
+        return int(server.getsockname()[1])
+
+
 def print_embeddings(embeds: Any, prefix: str = "Embeddings") -> None:
     sys.stdout.write(f"{prefix}: {embeds[:4]} (the first of {len(embeds)} elements)\n")
 
@@ -106,8 +114,10 @@ NAMES: Mapping[str, Any] = {
     **dict.fromkeys(("SampleLogprobs", "PromptLogprobs"), list),
     **dict.fromkeys(("cleanup_dist_env_and_memory", "destroy_model_parallel"), gc.collect),
     "destroy_distributed_environment": gc.collect,  # an LLM frees its memory when it is collected
+    "current_platform": SimpleNamespace(is_cuda=torch.cuda.is_available, is_rocm=lambda: False),
     "FlexibleArgumentParser": ArgumentParser,
     "ProfilerConfig": dict,  # the option profiler_config refuses it
+    "get_open_port": get_open_port,
     "get_tokenizer": AutoTokenizer.from_pretrained,
     "init_logger": logging.getLogger,
     "print_embeddings": print_embeddings,
