@@ -33,6 +33,10 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
 DEFAULT_NUM_SEQS = 512
 """The default max_num_seqs."""
 
+USUAL_LENGTH = 4096
+"""Tokens of a sequence for which the KV cache on a CPU has room in each row, and a chat's line of a job without
+max_tokens. max_model_len replaces it, if it is given."""
+
 TOKEN_BUDGETS = {"cuda": 16384, "cpu": 2048}
 """The default max_num_batched_tokens on each type of device."""
 
@@ -96,8 +100,10 @@ class EngineConfig:
         "seconds without a sign of life after which a rank or a replica counts as failed, at least 5. Each gives one a "
         "second, however long a step takes; but none while it loads a large library from a slow disk",
     )
-    max_model_len: int = _results(
-        4096, "most tokens of a prompt and its output together; reduced to the model's own limit if that is lower"
+    max_model_len: int | None = _results(
+        None,
+        "most tokens of a prompt and its output together; reduced to the model's own limit if that is lower. None "
+        "means the model's own limit, or as many tokens as the KV cache holds if these are fewer",
     )
     max_num_seqs: int | None = _pace(
         None,
@@ -117,7 +123,8 @@ class EngineConfig:
     kvcache_memory_bytes: int | None = _pace(
         None,
         "size of the KV cache in bytes; on a CPU, None takes a quarter of the free memory, at most "
-        f"{CPU_CACHE_LIMIT >> 30} GiB and at most what max_num_seqs sequences of max_model_len tokens need",
+        f"{CPU_CACHE_LIMIT >> 30} GiB and at most what max_num_seqs sequences of max_model_len tokens need, or of "
+        f"{USUAL_LENGTH} if that is left out",
     )
     kvcache_block_size: int | str = _pace(
         "auto",
@@ -214,8 +221,8 @@ class EngineConfig:
                 f"{self.pipeline_parallel_size}; only one of them may be above 1"
             )
         check_integer("max_silence", 5, MAX_SILENCE)
-        check_integer("max_model_len", 1)
         for name, most in (
+            ("max_model_len", INT64_MAX),
             ("max_num_seqs", MAX_NUM_SEQS),
             ("max_num_batched_tokens", MAX_NUM_BATCHED_TOKENS),
             ("num_kvcache_blocks", INT64_MAX),
@@ -264,11 +271,12 @@ class ResolvedConfig(EngineConfig):
     """An EngineConfig for one model on one machine. All values are plain, so that it travels as JSON.
 
     Of the options, dtype, device and attention_backend are no longer "auto", nor is distributed_backend for several
-    ranks, and max_model_len is one that the model allows. `device` has its number, as in "cuda:0". The fields below
-    replace the options kvcache_block_size, enforce_eager and overlap, which keep what the user asked for.
+    ranks, and max_model_len is one that the model and the KV cache allow. `device` has its number, as in "cuda:0". The
+    fields below replace the options kvcache_block_size, enforce_eager and overlap, which keep what the user asked for.
 
     Attributes:
-        max_num_seqs, max_num_batched_tokens, enable_prefix_caching: no longer None.
+        max_model_len, max_num_seqs, max_num_batched_tokens, enable_prefix_caching: no longer None.
+        has_given_length: whether the user gave max_model_len. Otherwise the KV cache may reduce it.
         block_size: tokens in a block of the KV cache.
         use_graphs: whether steps that only decode run as CUDA graphs.
         depth: how many steps may be launched before the first of them is read.
@@ -278,6 +286,7 @@ class ResolvedConfig(EngineConfig):
         draft: a draft model's "config" (a dict of this class's fields), "hf_config" and "folder"; None without one.
     """
 
+    max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
     enable_prefix_caching: bool
@@ -285,6 +294,7 @@ class ResolvedConfig(EngineConfig):
     use_graphs: bool
     depth: int
     vocab_size: int
+    has_given_length: bool = True
     num_devices: int = 1
     refused_params: Sequence[str] = ()
     draft: Mapping[str, Any] | None = None
@@ -298,6 +308,11 @@ class ResolvedConfig(EngineConfig):
     def kv_dtype(self) -> str:
         """The torch name of the type that the KV cache has."""
         return {"auto": self.dtype, "fp8": "float8_e4m3fn"}.get(self.kv_cache_dtype, self.kv_cache_dtype)
+
+    @property
+    def usual_length(self) -> int:
+        """The user's max_model_len, or else USUAL_LENGTH, if the model allows so many tokens."""
+        return self.max_model_len if self.has_given_length else min(self.max_model_len, USUAL_LENGTH)
 
     @property
     def max_blocks_per_seq(self) -> int:
@@ -316,7 +331,7 @@ class EngineOptions(TypedDict, total=False):
     data_parallel_size: int
     distributed_backend: str
     max_silence: int
-    max_model_len: int
+    max_model_len: int | None
     max_num_seqs: int | None
     max_num_batched_tokens: int | None
     gpu_memory_utilization: float

@@ -32,7 +32,7 @@ from nanovllm.models.model_config import (
 )
 from nanovllm.models.sizes import Sizes
 from nanovllm.models.weight_reader import checkpoint_files, load_weights, read_ahead, stamp_checkpoint
-from nanovllm.runner.kv_memory import make_cache
+from nanovllm.runner.kv_memory import fit_length, make_cache
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.runner.resolve import resolve
 from nanovllm.sampling_params import SamplingParams
@@ -89,7 +89,11 @@ def make_engine(asked: EngineConfig) -> LLMEngine:
         runner, allocate_cache = load_runner(config, hf_config, weights)
         on_error.callback(runner.close)
         tokenizer = tokenizer_to_be.result()
-        engine = assemble(config, facts, tokenizer, runner, allocate_cache())
+        num_blocks = allocate_cache()
+        config = fit_length(config, num_blocks)
+        if tokenizer is not None:
+            tokenizer.max_model_len = config.max_model_len
+        engine = assemble(config, facts, tokenizer, runner, num_blocks)
         on_error.pop_all()
     logger.info("%s on %s, %s, %s attention", config.model, config.device, config.dtype, config.attention_backend)
     return engine

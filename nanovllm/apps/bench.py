@@ -22,7 +22,7 @@ from nanovllm.apps.cli import add_engine_options, read_engine_config
 from nanovllm.apps.doctor import name_device
 from nanovllm.apps.estimate import fetch_config
 from nanovllm.apps.floor import Cost, Machine, Model, Step, ideal_steps, measure_machine, step_cost
-from nanovllm.config import EngineConfig
+from nanovllm.config import USUAL_LENGTH, EngineConfig
 from nanovllm.engine.plan import StepResult
 from nanovllm.engine.scheduled_step import ScheduledStep
 from nanovllm.features.shapes import PRESETS, preset_config
@@ -282,7 +282,7 @@ def measure(args: argparse.Namespace, about: Mapping[str, Any], compare: Callabl
     vocab = hf_config.vocab_size
     lengths = tuple(args.input_len), tuple(args.output_len)
     workload = make_workload(args.num_seqs, *lengths, vocab, args.shared_prefix, args.seed)
-    args.max_model_len = max(args.max_model_len, workload.max_len)
+    args.max_model_len = max(args.max_model_len or USUAL_LENGTH, workload.max_len)
     config = read_engine_config(args)
     resolved = resolve_options(config, hf_config)
     args.max_num_seqs = resolved.max_num_seqs

@@ -140,8 +140,15 @@ def describe_backends(config: "PretrainedConfig") -> Iterator[tuple[str, str]]:
     """Yield what "auto" becomes for a model, and for each backend whether it can run and why not."""
     device = resolve_device("auto")
     dtype = read_dtype(config)
-    num_parameters = Sizes(config).num_parameters
-    work = Work(device, dtype, config.head_dim, find_group(config, 1), num_parameters=num_parameters)
+    sizes = Sizes(config)
+    work = Work(
+        device,
+        dtype,
+        config.head_dim,
+        find_group(config, 1),
+        num_parameters=sizes.num_parameters,
+        variants=sizes.list_variants(),
+    )
     work = work._replace(dtype=resolve_dtype("auto", "auto", work))
     yield "device", str(device)
     yield "dtype", f"{str(work.dtype).removeprefix('torch.')} (the model has {str(dtype).removeprefix('torch.')})"

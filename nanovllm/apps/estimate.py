@@ -28,6 +28,7 @@ from nanovllm.models.hub import CONFIGS, QUANTIZATION_CONFIGS, TOKENIZER, as_pat
 from nanovllm.models.model_config import load_model_config, read_json
 from nanovllm.models.settings_files import read_config
 from nanovllm.models.sizes import Sizes
+from nanovllm.runner.kv_memory import fit_length
 from nanovllm.runner.resolve import resolve_device
 from nanovllm.text.tokenizer import Tokenizer, explain_no_tokenizer
 from nanovllm.utils.checks import quote
@@ -160,7 +161,7 @@ class Estimate:
 
     @property
     def fits(self) -> bool:
-        return self.num_sequences >= 1
+        return self.num_sequences >= 1 or (self.num_tokens > 0 and not self.config.has_given_length)
 
     def describe(self) -> str:
         """Return a table, and a sentence that says whether the model fits."""
@@ -211,7 +212,9 @@ def estimate(hf_config: "PretrainedConfig", config: EngineConfig, memory: int | 
     resolved = resolve_options(config, hf_config, None if is_cpu else memory)
     memory = free_memory() if memory is None else memory
     estimated = _estimate(hf_config, resolved, memory * resolved.num_devices // resolved.num_ranks)
-    return estimated if estimated.fits else replace(estimated, advice=tuple(_advise(hf_config, estimated)))
+    if estimated.fits:
+        return replace(estimated, config=fit_length(estimated.config, estimated.num_tokens // resolved.block_size))
+    return replace(estimated, advice=tuple(_advise(hf_config, estimated)))
 
 
 def _estimate(hf_config: "PretrainedConfig", config: ResolvedConfig, gpu_memory: int) -> Estimate:
@@ -315,7 +318,8 @@ def estimate_job(
     if shorter == lengths:
         told += _describe_run(lengths, estimated, model, whole, "at most ")
     else:
-        assumed = f" ({num_open:,} lines have no max_tokens: they count up to max_model_len)" if num_open else ""
+        limit = f"{config.usual_length:,} tokens with their prompts"
+        assumed = f" ({num_open:,} lines have no max_tokens: they count up to {limit})" if num_open else ""
         told += [f"if all answers are as long as they may be{assumed}:"]
         told += _describe_run(lengths, estimated, model, whole, "at most ")
         told += [f"if answers end after {typical:,} tokens, or before that at their max_tokens (--typical-output):"]
@@ -350,7 +354,7 @@ def _describe_run(
 def read_lengths(
     path: str, hf_config: "PretrainedConfig", config: ResolvedConfig, defaults: Mapping[str, Any]
 ) -> tuple[list[tuple[int, int]], int, int]:
-    """Return the lengths of a file's requests, how many lines have no limit but max_model_len, and how many are bad.
+    """Return the lengths of a file's requests, how many lines have no max_tokens of their own, and how many are bad.
 
     The lengths are (tokens of the prompt, most tokens of the answer), for each answer.
     """
@@ -376,7 +380,7 @@ def read_lengths(
         is_open = False
         for request in requests:
             num_prompt = len(request.prompt_token_ids)
-            most = config.max_model_len - num_prompt
+            most = (request.max_len or config.max_model_len) - num_prompt
             if request.params.max_tokens is not None and request.params.max_tokens < most:
                 most = request.params.max_tokens
             else:

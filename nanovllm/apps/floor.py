@@ -98,6 +98,13 @@ class Model:
         layers = [module for module in self.sizes.model.modules() if isinstance(module, ShardedLayer)]
         return [count for layer in layers if (count := layer.count_state())]
 
+    @functools.cached_property
+    def windows(self) -> Counter[int | None]:
+        """How many layers of attention have each sliding window, or none."""
+        windows: Counter[int | None] = Counter(variant.window for variant in self.sizes.find_variants())
+        windows[None] += self.config.num_hidden_layers - len(self.states) - windows.total()
+        return +windows
+
     @property
     def vocabulary_parameters(self) -> int:
         """The parameters of the LM head."""
@@ -133,6 +140,19 @@ def count_expert(expert: Sequence[Tensor]) -> int:
 def count_activations(expert: Sequence[Tensor]) -> int:
     """Return how many numbers the products of one expert read and write for a token."""
     return sum(sum(matrix.shape) for matrix in expert)
+
+
+def count_keys(computed: int, scheduled: int, window: int | None) -> tuple[int, int]:
+    """Return how many keys attention reads for a sequence of a step, and how many pairs of a query and a key it has.
+
+    Query i of the `scheduled` ones, from 1, sees computed + i keys, or the last `window` of them.
+    """
+    end = computed + scheduled
+    if window is None or window >= end:
+        return end, scheduled * computed + scheduled * (scheduled + 1) // 2
+    seeing_all = max(window - computed, 0)  # queries whose window begins with the first key
+    pairs = seeing_all * computed + seeing_all * (seeing_all + 1) // 2 + (scheduled - seeing_all) * window
+    return min(end, window + scheduled - 1), pairs
 
 
 @dataclass(frozen=True)
@@ -216,12 +236,12 @@ def step_cost(model: Model, machine: Machine, work: Iterable[tuple[int, int]], n
         num_bytes = model.vocabulary_parameters * weight_size + logits
         operator("head", num_bytes, 2 * num_sampled * model.vocabulary_parameters)
         operator("sampler", logits, 0)
-    # A query reads the keys up to its own: computed + 1, ..., computed + scheduled.
-    keys_read = sum(computed + scheduled for computed, scheduled in sequences)
-    keys_met = sum(scheduled * computed + scheduled * (scheduled + 1) // 2 for computed, scheduled in sequences)
     num_attention = config.num_hidden_layers - len(model.states)
-    flops = 4 * num_attention * config.num_attention_heads * config.head_dim * keys_met
-    operator("decode attention", (keys_read + n) * model.kv_bytes_per_token, flops)
+    for window, num_layers in model.windows.items():
+        counts = [count_keys(computed, scheduled, window) for computed, scheduled in sequences]
+        num_bytes = (sum(read for read, _ in counts) + n) * model.kv_bytes_per_token * num_layers / num_attention
+        pairs = sum(met for _, met in counts)
+        operator("decode attention", num_bytes, 4 * num_layers * config.num_attention_heads * config.head_dim * pairs)
     if model.states:
         # A step reads and writes the state of each of its sequences once. A token takes four products with it.
         operator("states", 2 * len(sequences) * model.row_bytes, 8 * n * sum(model.states))

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from nanovllm.backends.staging import Staging
 from nanovllm.backends.steps import EAGER, Steps, Stopwatch
-from nanovllm.ops.attention import KVCache, attend_reference
+from nanovllm.ops.attention import AttentionVariant, KVCache, attend_reference
 from nanovllm.ops.norm_rope_store import norm_rope_store_reference
 from nanovllm.ops.rms_norm import add_rms_norm_reference, rms_norm_reference
 from nanovllm.ops.sample import SamplingValues, sample_reference, store_samples_reference
@@ -40,6 +40,7 @@ class Backend:
         kernels: the kernels that it runs: "torch" (none but torch's), "cpu" or "gpu". See `find_operators`.
         dtypes, head_dims, groups, block_sizes: the values that its kernels support; None supports all. A group is the
             number of query heads that share a KV head.
+        variants: the fields of `AttentionVariant` that `attend` reads.
         sampling_values: the fields of `SamplingValues` that `sample` reads. A request that sets another field is
             refused.
         default_block_size: tokens in a block of the KV cache if the user does not choose.
@@ -54,6 +55,7 @@ class Backend:
     head_dims: ClassVar[Collection[int] | None] = None
     groups: ClassVar[Collection[int] | None] = None
     block_sizes: ClassVar[tuple[int, ...]] = tuple(2**i for i in range(4, 21))
+    variants: ClassVar[Collection[str]] = AttentionVariant._fields
     sampling_values: ClassVar[Collection[str]] = SamplingValues._fields
     default_block_size: ClassVar[int] = 64
     captures_steps: ClassVar[bool] = False

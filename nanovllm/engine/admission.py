@@ -39,6 +39,7 @@ class Candidate:
         number: its position in the given order.
         prompt: the token ids of the prompt, 4 bytes each.
         max_tokens: the most tokens of its output.
+        max_len: the most tokens of its prompt and its output together.
         key: candidates with one key come together.
         reason: why its turn comes, for the trace.
     """
@@ -47,6 +48,7 @@ class Candidate:
     number: int
     prompt: bytes
     max_tokens: int
+    max_len: int
     key: object = None
     reason: str = "in turn"
 
@@ -71,8 +73,8 @@ def sort_by_prefix(
     by_prompt = sorted(candidates, key=lambda one: one.prompt)
     pairs = pairwise(by_prompt)
     common = np.array([count_common_blocks(before.prompt, one.prompt, block_bytes) for before, one in pairs])
-    lengths = np.array([len(one.prompt) // 4 + one.max_tokens for one in by_prompt])
-    needed = -(-np.minimum(lengths, config.max_model_len) // config.block_size)
+    lengths = np.array([min(len(one.prompt) // 4 + one.max_tokens, one.max_len) for one in by_prompt])
+    needed = -(-lengths // config.block_size)
     depth = common.min()  # what all share stays in the cache
     if keeps_prefixes(needed - depth, common - depth, config.max_num_seqs, num_blocks - depth):
         return candidates
@@ -183,7 +185,7 @@ class Admission:
         self._num_read = 0
         self._num_bytes = 0
         """The bytes of the prompts of all candidates."""
-        self._last = Candidate((None, []), -1, b"", 0)
+        self._last = Candidate((None, []), -1, b"", 0, 0)
         """The one whose turn came last. At first this stands for the empty cache and the model without an adapter."""
 
     @property
@@ -215,9 +217,10 @@ class Admission:
     def _add(self, line: tuple[Any, list[Request]]) -> None:
         longest = max(line[1], key=lambda request: len(request.prompt_token_ids))
         max_tokens = longest.params.max_tokens
-        limit = self._config.max_model_len if max_tokens is None else max_tokens
+        max_len = longest.max_len or self._config.max_model_len
+        limit = max_len if max_tokens is None else max_tokens
         prompt = array("i", longest.prompt_token_ids).tobytes()
-        self._new.append(Candidate(line, self._num_read, prompt, limit, self._find_key(line[0])))
+        self._new.append(Candidate(line, self._num_read, prompt, limit, max_len, self._find_key(line[0])))
         self._num_read += 1
         self._num_bytes += len(prompt)
 

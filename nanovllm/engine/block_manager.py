@@ -39,10 +39,16 @@ class BlockManager:
 
     `_findable[digest]` is the one block that can be found by that digest. `_content[block]` is this block's digest, its
     parent's digest and its token ids; None for a block that cannot be found. A hit must agree on all three. So two
-    blocks with equal digests are not taken for each other. (One case is left, because a block knows the tokens before
-    it only by its parent's digest. Suppose that P, the parent of a block B, was evicted, and that a block X with other
-    tokens and the same digest of 128 bits was registered. Then a sequence that has X could find B.) Both entries, in
-    `_findable` and in `_content`, are removed when the block is given out again or forgotten.
+    blocks with equal digests are not taken for each other. Both entries, in `_findable` and in `_content`, are removed
+    when the block is given out again or forgotten.
+
+    One case is left, because a block knows the tokens before it only by its parent's digest:
+
+        P -> B    a sequence has computed these blocks; B's content names P by its digest of 128 bits
+             B    P was evicted, B was not
+        X    B    X, which has other tokens and by chance the same digest, was registered in P's place
+
+    Then a sequence that begins with X could find B.
     """
 
     _digest = staticmethod(prefix_digest)

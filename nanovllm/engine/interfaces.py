@@ -99,10 +99,17 @@ class Scorer(Protocol):
 
 
 class Drafter(Protocol):
-    """Guesses tokens."""
+    """Guesses the tokens that come next."""
+
+    def offer(self, seqs: Seq[Sequence], limits: IntArray) -> IntArray:
+        """Return how many drafts it has for each sequence: at most its limit, 0 if it has no guess."""
 
     def write_drafts(self, step: ScheduledStep) -> None:
-        """Write the ids of the drafts into the plan of a step that was planned."""
+        """Write the drafts into the plan, whose token_ids have room for as many as were chosen. Nobody else writes into
+        a plan, and nobody has read this one yet."""
+
+    def note_end(self, seq: Sequence) -> None:
+        """Learn that a sequence has ended. It is called once for each, when its last token is appended."""
 
 
 class Speculation(Protocol):

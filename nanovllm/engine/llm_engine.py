@@ -118,6 +118,8 @@ class LLMEngine:
         self._make_editor = make_editor
         self._editor: Editor | None = None
         self._editor_lock = Lock()
+        self._has_noted_limit = False
+        """Whether a line of the log has told, in this run, that a request cannot reach its max_tokens."""
         self._num_requests = 0
         self._num_seqs = 0
         self._in_flight: deque[tuple[int, ScheduledStep, Handle, Clock]] = deque()
@@ -180,6 +182,8 @@ class LLMEngine:
         of the engine's seed and the request's number. Completion i > 0 gets a hash of its lead's seed and i.
         """
         params = request.params
+        if not self._has_noted_limit:
+            self._note_limit(request)
         number, seq_id = request.numbers or self.next_numbers(params.n)
         seed = derive_seed(self.config.seed, number) if params.seed is None else params.seed
         lead = self._queue(request, params, seq_id, seed & MASK_64)
@@ -188,6 +192,20 @@ class LLMEngine:
             seeds = [derive_seed(seed, i) for i in range(1, params.n)]
             lead.others = [self._queue(request, params, seq_id + i, s, lead) for i, s in enumerate(seeds, 1)]
         return lead
+
+    def _note_limit(self, request: Request) -> None:
+        """Log one line if max_model_len leaves a request less room than its max_tokens."""
+        wanted = request.params.max_tokens or 0
+        num_prompt = len(request.prompt_token_ids)
+        room = max(self.config.max_model_len - num_prompt, 0)
+        if wanted <= room or request.max_len is not None:
+            return
+        self._has_noted_limit = True
+        logger.warning(
+            "a request with max_tokens=%d can get %d tokens at most: its prompt has %d, and both together have at most "
+            "max_model_len=%d. Raise that, or lower max_tokens. Further requests of this call are not checked",
+            *(wanted, room, num_prompt, self.config.max_model_len),
+        )
 
     def next_numbers(self, num_seqs: int) -> tuple[int, int]:
         """Return the numbers of the next request and of its first sequence. The request has `num_seqs` sequences."""
@@ -208,7 +226,7 @@ class LLMEngine:
             seq_id,
             prompt,
             params,
-            max_model_len=self.config.max_model_len,
+            max_model_len=request.max_len or self.config.max_model_len,
             seed=seed,
             eos_token_ids=self.facts.eos_token_ids,
             stop_matcher=tokenizer.stop_matcher(params, prompt) if tokenizer is not None and params.stop else None,
@@ -243,6 +261,7 @@ class LLMEngine:
         # The claim is held for the whole run. `work` is held during one step, so `close` from another thread waits for
         # that step alone.
         with self.claim.held_by(holder):
+            self._has_noted_limit = False
             hold = HoldInterrupt(on_second=self.close)
             numbers: dict[Sequence, int] = {}
             count = itertools.count()

@@ -292,22 +292,25 @@ class Scheduler:
             for seq, reason in self.scoring.give(step.scored, result):
                 self.end(seq, reason)
                 finished.append(seq)
+        # Two numberings meet here. A sequence has a number in the step: seqs[i], num_new[i] and may_end[i] are its. A
+        # token has a number in the result: receivers[k] and logprobs[k] are for token k. They are the same as long as
+        # each sequence gets one token.
         seqs = step.seqs
         num_new = None
         no_row_moved = step.num_releases == table.num_releases
         if no_row_moved and len(result.token_ids) == len(seqs):
-            receivers = seqs  # each sequence gets one token: token i is for seqs[i]
+            receivers = seqs  # token k is for seqs[k]
             may_end = table.add_known(step.rows, 1) | self.may_stop[result.token_ids]
         else:  # the step verified drafts, or some row was freed since the step was planned
             rows, num_new = self._find_receivers(step, result.token_ids)
             owners, result = step.keep(result, num_new)
             receivers = [seqs[i] for i in owners.tolist()]
             may_end = table.add_known(rows, num_new)
-            # `result` no longer has rejected tokens or tokens of sequences that have ended. owners[i] is the index in
-            # `seqs` of the sequence that gets token i. A stop token may end its owner.
+            # `result` no longer has rejected tokens or tokens of sequences that have ended. Token k is for
+            # seqs[owners[k]]. A stop token may end its owner.
             may_end[owners[self.may_stop[result.token_ids]]] = True
-        for i, values in result.logprobs.items():
-            receivers[i].logprobs.append(values)
+        for k, values in result.logprobs.items():
+            receivers[k].logprobs.append(values)
         for seq, token_id in zip(receivers, result.token_ids.tolist(), strict=True):
             seq.token_ids.append(token_id)
         self.num_generated_tokens += len(receivers)

@@ -35,6 +35,8 @@ class Request:
     reason: str = ""
     """With order="auto" the engine chooses the order of the requests. This text says why the request has its place in
     it, and a trace shows the text. It is "" if the caller chose the order."""
+    max_len: int | None = None
+    """Prompt and output together have at most this many tokens; None: the engine's max_model_len."""
 
 
 def derive_seed(seed: int, key: int | str) -> int:

@@ -33,7 +33,7 @@ ALSO_LOADS_IN = (State.LOADING, State.REPLACED)
 """The states, beside READY, in which new weights may come."""
 
 TAGS = ("weights", "kv_cache")
-"""What vLLM's `wake_up` can bring back by itself."""
+"""Names of the parts that vLLM's `wake_up` can bring back one by one."""
 
 
 class Renewal:

@@ -1,8 +1,9 @@
 """The decoder of Qwen3 (https://arxiv.org/abs/2505.09388), Qwen2, Llama and Mistral.
 
-It computes the same numbers as transformers, up to rounding. The families differ in biases, and in norms of queries
-and keys. `FAMILIES` in models/model_config.py lists the biases and norms of each family. The decoders of other families
-are subclasses, which replace parts of this decoder.
+It computes the same numbers as transformers, up to rounding. The families differ in biases, in norms of queries and
+keys, and in sliding windows. `FAMILIES` in models/model_config.py lists the biases and norms of each family, and
+`find_window` reads the window of a layer. The decoders of other families are subclasses, which replace parts of this
+decoder.
 """
 
 from pkgutil import resolve_name
@@ -15,7 +16,8 @@ from nanovllm.backends import Backend, CacheSize, KVCache, LayerCache
 from nanovllm.models.layers.embedding import LMHead, VocabParallelEmbedding
 from nanovllm.models.layers.linear import ColumnParallelLinear, Part, RowParallelLinear
 from nanovllm.models.layers.parallel import Parallel
-from nanovllm.models.model_config import find_family, find_rotary_dim
+from nanovllm.models.model_config import find_family, find_rotary_dim, find_window
+from nanovllm.ops.attention import AttentionVariant
 from nanovllm.ops.norm_rope_store import NormRope
 from nanovllm.ops.step_inputs import StepInputs
 from nanovllm.utils.machine import default_dtype
@@ -83,15 +85,23 @@ class Attention(nn.Module):
 
     Attributes:
         norm_dtype: the dtype of these norms' weights; None for the model's dtype.
+        variant: how this layer differs from plain causal attention; None if it does not.
     """
 
     norm_dtype: torch.dtype | None = None
 
-    def __init__(self, config: "PretrainedConfig", backend: Backend, parallel: Parallel) -> None:
+    def __init__(
+        self,
+        config: "PretrainedConfig",
+        backend: Backend,
+        parallel: Parallel,
+        variant: AttentionVariant | None = None,
+    ) -> None:
         super().__init__()
         self.backend = backend
         self.eps = config.rms_norm_eps
         self.scale = config.head_dim**-0.5
+        self.variant = variant
         self.head_dim = dim = config.head_dim
         heads, kv_heads = share_heads(config, parallel)
         self.kv_heads = len(kv_heads)
@@ -129,7 +139,8 @@ class Attention(nn.Module):
         """x [num_tokens, hidden] -> [num_tokens, hidden]; the tokens' keys and values are stored in the cache first."""
         norms = NormRope(self.q_norm, self.k_norm, self.eps, cos_sin)
         q = self.backend.norm_rope_store(self.qkv_proj(x), norms, inputs.positions, cache, inputs.slots)
-        return self.o_proj(self.backend.attend(q, cache, inputs, self.scale).flatten(1))  # type: ignore[no-any-return]
+        attended = self.backend.attend(q, cache, inputs, self.scale, self.variant)
+        return self.o_proj(attended.flatten(1))  # type: ignore[no-any-return]
 
 
 class MLP(nn.Module):
@@ -188,7 +199,8 @@ class Layer(nn.Module):
 
     def make_attention(self, config: "PretrainedConfig", index: int, parallel: Parallel) -> nn.Module:
         """Return this layer's attention. Another family may return another module with the methods of `Attention`."""
-        return Attention(config, self.backend, parallel)
+        window = find_window(config, index)
+        return Attention(config, self.backend, parallel, None if window is None else AttentionVariant(window))
 
     def make_mlp(self, config: "PretrainedConfig", index: int, parallel: Parallel) -> nn.Module:
         """Return this layer's MLP. Another family may return another module with the `forward` of `MLP`."""

@@ -244,14 +244,17 @@ def _check(config: "PretrainedConfig", source: str) -> None:
 def check_dense(config: "PretrainedConfig", source: str) -> None:
     """Check the values that `Decoder` limits: see `Family.check`. `_check` has checked the others.
 
-    A sliding window is allowed, because `limit_length` keeps sequences within the window. In such a sequence each
-    token attends to all tokens before it, as without a window.
+    Each layer must attend as layer_types says, also in a family whose class does not read this key.
     """
-    kinds = set(getattr(config, "layer_types", None) or ())
-    window = getattr(config, "sliding_window", None)
-    if kinds - {"full_attention", "sliding_attention"} or ("sliding_attention" in kinds and not window):
+    windows = [find_window(config, index) for index in range(config.num_hidden_layers)]
+    if any(window is not None and window < 1 for window in windows):
+        raise ValueError(f"{source}: sliding_window is {quote(config.sliding_window)}; it must be at least 1")
+    kinds = getattr(config, "layer_types", None)
+    if kinds and list(kinds) != ["full_attention" if window is None else "sliding_attention" for window in windows]:
+        window = getattr(config, "sliding_window", None)
         raise ValueError(
-            f"{source}: layer_types {sorted(map(str, kinds))} with sliding_window {quote(window)} are not supported"
+            f"{source}: layer_types {sorted(set(map(str, kinds)))} with sliding_window {quote(window)} are not "
+            f"supported by {type(config).__name__}"
         )
     if (config.rope_parameters or {}).get("partial_rotary_factor", 1.0) != 1.0:
         raise ValueError(f"{source}: partial_rotary_factor other than 1 is not supported")
@@ -267,22 +270,30 @@ def find_rotary_dim(config: "PretrainedConfig") -> int:
     return int(config.head_dim * (config.rope_parameters or {}).get("partial_rotary_factor", 1.0))
 
 
-def limit_length(config: "PretrainedConfig", asked: int) -> int:
+def find_window(config: "PretrainedConfig", index: int) -> int | None:
+    """Return how many keys a query of a layer sees, its own token's included; None if it sees all up to that.
+
+    The family's class says which keys count: one without layer_types gives each layer the window, and one without
+    sliding_window gives none.
+
+    Args:
+        index: the number of the layer.
+    """
+    if not hasattr(type(config), "sliding_window"):
+        return None
+    if hasattr(type(config), "layer_types") and config.layer_types[index] != "sliding_attention":
+        return None
+    window: int | None = config.sliding_window
+    return window
+
+
+def limit_length(config: "PretrainedConfig", asked: int | None) -> int:
     """Return the most tokens of a sequence: `asked`, but at most the length that the model is made for.
 
-    Raises:
-        ValueError: the model attends to a sliding window, and the length is more than that. It is not implemented.
+    None asks for all of that length.
     """
     rope = config.rope_parameters or {}
     most = int(config.max_position_embeddings)
     if rope.get("rope_type") == "yarn" and rope.get("original_max_position_embeddings"):  # yarn stretches this length
         most = max(most, int(rope["factor"] * rope["original_max_position_embeddings"]))
-    length = min(asked, most)
-    window: int | None = getattr(config, "sliding_window", None)
-    kinds = getattr(config, "layer_types", None) or ["sliding_attention"]
-    if window is not None and window < length and "sliding_attention" in kinds:
-        raise ValueError(
-            f"the model attends to the last {window} tokens only (sliding_window), which is not supported beyond "
-            f"them: max_model_len is {length}; set it to at most {window}"
-        )
-    return length
+    return most if asked is None else min(asked, most)

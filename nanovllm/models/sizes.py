@@ -9,6 +9,7 @@ from nanovllm.backends import Backend, CacheSize
 from nanovllm.models.decoder import find_decoder
 from nanovllm.models.layers.parallel import Parallel
 from nanovllm.models.layers.weights import Quantizer
+from nanovllm.ops.attention import AttentionVariant
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -50,6 +51,18 @@ class Sizes:
     def row_bytes(self, dtype: torch.dtype) -> int:
         """Return the bytes of the state of one row, in all layers; 0 for most families."""
         return self._cache_bytes(CacheSize(num_blocks=0, block_size=1, num_rows=1, kv_dtype=dtype), dtype)
+
+    def find_variants(self) -> list[AttentionVariant]:
+        """Return the variants of all layers whose attention is a variant."""
+        layers: Iterable[Any] = self.model.layers
+        variants = (getattr(layer.self_attn, "variant", None) for layer in layers)  # a layer with a state has none
+        return [variant for variant in variants if variant is not None]
+
+    def list_variants(self) -> tuple[str, ...]:
+        """Return the fields of `AttentionVariant` that layers of the model set."""
+        variants = self.find_variants()
+        fields = AttentionVariant._fields
+        return tuple(name for name in fields if any(getattr(variant, name) is not None for variant in variants))
 
     def _cache_bytes(self, size: CacheSize, dtype: torch.dtype) -> int:
         layers: Iterable[Any] = self.model.layers

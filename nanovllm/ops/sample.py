@@ -128,30 +128,28 @@ def uniform_reference(seeds: Tensor, positions: Tensor) -> Tensor:
     return ((counter[0] >> 9).to(torch.float32) + 0.5) * 2.0**-23
 
 
-def filter_reference(z: Tensor, values: SamplingValues) -> Tensor:
-    """Return bool [n, vocab]: the tokens that rules 2 to 4 keep. z is float32 [n, vocab]; the largest of a row is 0."""
-    top_k = values.top_k
-    most = torch.where((top_k > 0) & (top_k < z.shape[1]), top_k, z.shape[1]).max()
-    return keep_likely(z, values, int(most), bool((values.top_p < 1).any()))
+def clamp_top_k(top_k: Tensor, vocab_size: int) -> Tensor:
+    """Return how many tokens top-k keeps, ties aside: all of the vocabulary where it is off."""
+    return torch.where((top_k > 0) & (top_k < vocab_size), top_k, vocab_size)
 
 
-def keep_likely(z: Tensor, values: SamplingValues, most: int, has_top_p: bool) -> Tensor:
-    """Do what `filter_reference` does, without waiting for the device.
+def filter_reference(z: Tensor, values: SamplingValues, host: SamplingValues | None = None) -> Tensor:
+    """Return bool [n, vocab]: the tokens that rules 2 to 4 keep. z is float32 [n, vocab]; the largest of a row is 0.
 
     Args:
-        most: the largest top-k of any row; the size of the vocabulary if a row has none.
-        has_top_p: whether any row has top-p.
+        host: the same values in the host's memory, so that nothing waits for the device.
     """
+    host = values if host is None else host
     vocab_size = z.shape[1]
     top_p = values.top_p
-    k = torch.where((values.top_k > 0) & (values.top_k < vocab_size), values.top_k, vocab_size)
+    k = clamp_top_k(values.top_k, vocab_size)
     # Sorting 150,000 values takes 10 ms for one token. So only the largest values are sorted: as many as the largest k.
     # One row without top-k makes the largest k the whole vocabulary.
     # `descending` may lack a token whose z equals the k-th z. The last line compares every z, so it keeps that token.
-    descending = z.topk(most, dim=1).values
+    descending = z.topk(int(clamp_top_k(host.top_k, vocab_size).max()), dim=1).values
     kth = descending.gather(1, (k - 1).unsqueeze(1).long())
     threshold = kth
-    if has_top_p:
+    if bool((host.top_p < 1).any()):
         weights = torch.where(descending >= kth, descending, -math.inf).exp()
         cumulative = weights.cumsum(1)
         total = torch.where(z >= kth, z, -math.inf).exp().sum(1, keepdim=True)

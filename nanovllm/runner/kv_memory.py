@@ -1,8 +1,10 @@
 """Decides how many blocks the KV cache gets, and makes it."""
 
 import logging
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from nanovllm.config import ResolvedConfig
 from nanovllm.utils.integers import ceil_div
 from nanovllm.utils.memory import check_free_memory
 
@@ -18,7 +20,7 @@ def make_cache(runner: "ModelRunner") -> int:
     All ranks call it, once. Returns the number of blocks.
 
     Raises:
-        ValueError: the cache cannot hold one sequence of max_model_len.
+        ValueError: the cache cannot hold one sequence of the max_model_len that the user gave.
     """
     config = runner.config
     with runner.backend.on_device():
@@ -38,9 +40,11 @@ def count_blocks(runner: "ModelRunner") -> int:
     If the user gives neither, the backend says how much room there is.
 
     Raises:
-        ValueError: the cache could not hold one sequence of max_model_len, or takes more than the device has.
+        ValueError: the cache could not hold one sequence of the max_model_len that the user gave, or takes more than
+            the device has.
     """
     config = runner.config
+    least = config.max_model_len if config.has_given_length else 1  # `fit_length` may reduce it
     backend = runner.backend
     block_bytes = runner.count_block_bytes()
     ranks = runner.parallel.ranks_per_device
@@ -51,17 +55,33 @@ def count_blocks(runner: "ModelRunner") -> int:
     states = f"the states of {config.max_num_seqs} rows"
     check_free_memory(ranks * runner.count_state_bytes(), backend.free_memory(), states, "lower max_num_seqs")
     if config.num_kvcache_blocks is not None:
-        check_pool(config.num_kvcache_blocks, config.block_size, config.max_model_len)
+        check_pool(config.num_kvcache_blocks, config.block_size, least)
         check_fits(config.num_kvcache_blocks * block_bytes, "num_kvcache_blocks")
         return config.num_kvcache_blocks
-    most_blocks = config.max_num_seqs * config.max_blocks_per_seq
+    most_blocks = max(config.max_num_seqs * ceil_div(config.usual_length, config.block_size), config.max_blocks_per_seq)
     if (budget := config.kvcache_memory_bytes) is not None:
         check_fits(budget, "kvcache_memory_bytes")
     else:
         budget = backend.room_for_cache(runner, most_blocks * block_bytes)
     if not block_bytes:  # no layer of this rank has keys and values: the other ranks decide
         return most_blocks
-    return blocks_that_fit(budget, block_bytes, config.block_size, config.max_model_len)
+    return blocks_that_fit(budget, block_bytes, config.block_size, least)
+
+
+def fit_length(config: ResolvedConfig, num_blocks: int) -> ResolvedConfig:
+    """Return the configuration of an engine whose KV cache has so many blocks.
+
+    If the user gave no max_model_len, it becomes as long as the cache can hold. Tables stay as large as they are made.
+    """
+    most = num_blocks * config.block_size
+    if config.has_given_length or most >= config.max_model_len:
+        return config
+    logger.warning(
+        "max_model_len is %d, not the model's %d: the KV cache holds no longer sequence. Give it more memory "
+        "(kvcache_memory_bytes, num_kvcache_blocks, gpu_memory_utilization), or set max_model_len",
+        *(most, config.max_model_len),
+    )
+    return replace(config, max_model_len=most)
 
 
 def blocks_that_fit(num_bytes: int, block_bytes: int, block_size: int, max_model_len: int) -> int:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nanovllm.backends import Backend
-from nanovllm.ops.sample import SamplingValues, keep_likely
+from nanovllm.ops.sample import SamplingValues, filter_reference, unpack_sampling
 
 ROWS_AT_A_TIME = 64
 """How many rows are processed at a time, so that their copies in float32 stay small."""
@@ -53,39 +53,23 @@ def process_logits(logits: Tensor, token_ids: Tensor, asked: NDArray[Any], backe
         token_ids: int32 [n], the sampled tokens.
         asked: ROW_SAMPLING [n].
     """
-    vocab_size = logits.shape[1]
-    has_rank = (asked["top_k"] > 0) & (asked["top_k"] < vocab_size)
-    is_filtered = (has_rank | (asked["top_p"] < 1) | (asked["min_p"] > 0)) & (asked["temperature"] > 0)
-    changed = np.flatnonzero(is_filtered | ((asked["temperature"] > 0) & (asked["temperature"] != 1)))
+    values = unpack_sampling(torch.from_numpy(asked.view(np.int32).reshape(len(asked), -1)))
+    is_drawn = values.temperature > 0
+    is_filtered = values.has_filter(logits.shape[1]) & is_drawn
+    changed = (is_filtered | (is_drawn & (values.temperature != 1))).nonzero().squeeze(1)
     if not len(changed):
         return logits
-    rows = backend.to_device(changed)
-    temperature = backend.to_device(asked["temperature"][changed].astype(np.float32))
+    rows = backend.to_device(changed.numpy())
+    temperature = backend.to_device(values.temperature[changed].numpy())
     x = logits[rows]
     logits[rows] = (x - x.amax(1, keepdim=True)) / temperature.unsqueeze(1)
-    filtered = np.flatnonzero(is_filtered)
+    filtered = is_filtered.nonzero().squeeze(1)
     for start in range(0, len(filtered), FILTERED_AT_A_TIME):
         some = filtered[start : start + FILTERED_AT_A_TIME]
-        rows = backend.to_device(some)
+        rows = backend.to_device(some.numpy())
         z = logits[rows]
+        host = values.select(some)
+        is_kept = filter_reference(z, SamplingValues(*(backend.to_device(x.numpy()) for x in host)), host)
         sampled = z.gather(1, token_ids[rows].long().clamp(min=0).unsqueeze(1))
-        is_kept = _keep(z, asked[some], backend) | (z >= sampled)
-        logits[rows] = torch.where(is_kept, z, -torch.inf)
+        logits[rows] = torch.where(is_kept | (z >= sampled), z, -torch.inf)
     return logits
-
-
-def _keep(z: Tensor, asked: NDArray[Any], backend: Backend) -> Tensor:
-    """Return bool [n, vocab]: which tokens the filters keep. Each row is filtered by its values in `asked`."""
-
-    def column(name: str) -> Tensor:
-        return backend.to_device(np.ascontiguousarray(asked[name]))
-
-    values = SamplingValues(
-        temperature=column("temperature"),
-        top_k=column("top_k"),
-        top_p=column("top_p"),
-        min_p=column("min_p"),
-        seeds=torch.empty(0),  # no filter reads them
-    )
-    top_k = np.where((asked["top_k"] > 0) & (asked["top_k"] < z.shape[1]), asked["top_k"], z.shape[1])
-    return keep_likely(z, values, int(top_k.max()), bool((asked["top_p"] < 1).any()))

@@ -39,10 +39,19 @@ def resolve(
     """
     device = resolve_device(config.device) if gpu_memory is None else torch.device("cuda:0")
     block_size = None if config.kvcache_block_size == "auto" else int(config.kvcache_block_size)
-    heads = (hf_config.head_dim, find_group(hf_config, config.tensor_parallel_size))
+    group = find_group(hf_config, config.tensor_parallel_size)
     if config.tensor_parallel_size > 1:
         check_shares(hf_config, config.tensor_parallel_size)
-    work = Work(device, read_dtype(hf_config), *heads, block_size, sizes.num_parameters, config.kv_cache_dtype)
+    work = Work(
+        device=device,
+        dtype=read_dtype(hf_config),
+        head_dim=hf_config.head_dim,
+        group=group,
+        block_size=block_size,
+        num_parameters=sizes.num_parameters,
+        kv_cache_dtype=config.kv_cache_dtype,
+        variants=sizes.list_variants(),
+    )
     if gpu_memory is None:
         dtype = resolve_dtype(config.dtype, config.attention_backend, work)
         backend = resolve_backend(config.attention_backend, work._replace(dtype=dtype))
@@ -68,6 +77,7 @@ def resolve(
         "block_size": block_size,
         "max_num_batched_tokens": config.max_num_batched_tokens or TOKEN_BUDGETS[device.type],
         "max_model_len": limit_length(hf_config, config.max_model_len),
+        "has_given_length": config.max_model_len is not None,
         "depth": 2 if config.overlap and runs_beside_host and config.speculative_config is None else 1,
         "vocab_size": int(hf_config.vocab_size),
         "num_devices": num_devices,
@@ -127,6 +137,7 @@ class Work(NamedTuple):
         block_size: tokens in a block of the KV cache; None if the backend is to choose.
         num_parameters: the parameters of the whole model.
         kv_cache_dtype: the value that the user gave to the option.
+        variants: the fields of `AttentionVariant` that layers of the model set.
     """
 
     device: torch.device
@@ -136,6 +147,7 @@ class Work(NamedTuple):
     block_size: int | None = None
     num_parameters: int = 0
     kv_cache_dtype: str = "auto"
+    variants: tuple[str, ...] = ()
 
 
 def resolve_dtype(name: str, backend: str, work: Work) -> torch.dtype:
@@ -214,4 +226,7 @@ def why_cannot(name: str, work: Work) -> str | None:
         if known is not None and value not in known:
             named = f"{known[0]} to {known[-1]}" if isinstance(known, range) else ", ".join(map(str, known))
             return f"it has kernels for {what} of {named}, not {value}"
+    for variant in work.variants:
+        if variant not in backend.variants:
+            return f"it has no kernels for the {variant} of the model's attention"
     return backend.why_cannot(work.device)

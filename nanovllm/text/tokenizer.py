@@ -100,7 +100,7 @@ class Tokenizer:
         Args:
             max_model_len: the most tokens of a prompt and its output. Texts that are far too long for it are refused.
         """
-        self._max_model_len = max_model_len
+        self.max_model_len = max_model_len
         self._longest_token: int | None = None
         logging.getLogger("transformers.tokenization_utils_base").setLevel(logging.ERROR)
         try:
@@ -152,7 +152,7 @@ class Tokenizer:
 
         The limit is 4 times the characters that max_model_len of the longest tokens have: normalisers may drop some.
         """
-        max_tokens = self._max_model_len
+        max_tokens = self.max_model_len
         if len(text) > 4 * max_tokens:  # a shorter text is within the limit, because every token has a character
             if self._longest_token is None:
                 self._longest_token = max(map(len, self.vocabulary), default=1)

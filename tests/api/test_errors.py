@@ -553,9 +553,9 @@ UNSUPPORTED: dict[str, tuple[dict[str, Any], str]] = {
         {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}},
         "bitsandbytes.*not supported.*int8",
     ),
-    "sliding window": (
-        {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1, "layer_types": None},
-        "last 16 tokens.*sliding_window.*max_model_len",
+    "a window of no tokens": (
+        {"use_sliding_window": True, "sliding_window": 0, "max_window_layers": 1, "layer_types": None},
+        "sliding_window.*at least 1",
     ),
     "sliding layers": ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types.*sliding_attention"),
     "linear attention": ({"layer_types": ["linear_attention", "full_attention"]}, "layer_types.*linear_attention"),

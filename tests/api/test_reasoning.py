@@ -179,4 +179,4 @@ def test_the_page_runs_as_it_is_written(thinker: Path, capsys: pytest.CaptureFix
         code = block.replace("Qwen/Qwen3-0.6B", str(thinker))
         exec(code.replace('="hermes")', '="hermes", max_model_len=200)'), names)
     names["llm"].close()
-    assert capsys.readouterr().out.startswith("bc\nde\n") and len(blocks) == 3
+    assert capsys.readouterr().out.startswith("bc\nde\n") and len(blocks) == 4

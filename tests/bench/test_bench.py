@@ -1,5 +1,6 @@
 """bench.py: its workload is nano-vLLM's, its arithmetic is right, and a tiny run ends in one JSON line."""
 
+import itertools
 import json
 import os
 import random
@@ -15,7 +16,7 @@ import torch
 import bench
 from benchmarks.bench_workload import write_checkpoint
 from nanovllm.apps.bench import make_workload
-from nanovllm.apps.floor import Cost, Machine, Model, ideal_steps, step_cost
+from nanovllm.apps.floor import Cost, Machine, Model, count_keys, ideal_steps, step_cost
 from nanovllm.models.model_config import load_model_config
 
 QWEN3_06B = {
@@ -119,6 +120,20 @@ def test_keys_and_values_are_read_in_a_byte_each_and_their_scales_in_four() -> N
     whole, half = (step_cost(one, Machine(1e9, 2e9, 1e30), [(99, 1)], num_sampled=1) for one in (model, codes))
     assert codes.kv_bytes_per_token == 28 * 2 * 8 * (128 + 4)
     assert whole.bytes - half.bytes == 101 * (114_688 - codes.kv_bytes_per_token)
+
+
+def test_a_window_is_all_that_attention_reads() -> None:
+    for computed, scheduled, window in itertools.product((0, 3, 50), (1, 7, 40), (1, 5, 44, 200, None)):
+        seen = [set(range(max(0, q + 1 - (window or 999)), q + 1)) for q in range(computed, computed + scheduled)]
+        expected = len(set().union(*seen)), sum(map(len, seen))
+        assert count_keys(computed, scheduled, window) == expected, (computed, scheduled, window)
+    sliding = {"use_sliding_window": True, "sliding_window": 100, "max_window_layers": 7}
+    whole = make_model(QWEN3_06B)
+    model = make_model(QWEN3_06B | sliding)
+    assert model.windows == {None: 7, 100: 21} and whole.windows == {None: 28}
+    machine = Machine(1e9, 2e9, 1e30)
+    reads = [step_cost(one, machine, [(999, 1)], 0).parts["decode attention"] for one in (model, whole)]
+    assert reads[0] / reads[1] == pytest.approx((7 * 1001 + 21 * 101) / (28 * 1001))
 
 
 def test_the_floor_of_experts_reads_those_that_are_expected_to_be_touched() -> None:

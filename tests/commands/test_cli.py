@@ -69,6 +69,7 @@ def test_every_engine_option_reaches_the_engine(monkeypatch: pytest.MonkeyPatch)
         "load_format": "auto",  # with "dummy" there is no lora
         "distributed_backend": "gloo",
         "kv_cache_dtype": "int8",
+        "logprobs_mode": "processed_logprobs",
         "order": "given",
         "reasoning_parser": "qwen3",
         "tool_call_parser": "hermes",

@@ -134,7 +134,10 @@ def test_one_byte_a_value_gives_1_9_times_the_tokens_in_the_same_memory(capsys: 
         (["qwen3-32b", "--gpu-memory", "24GB"], ["--tensor-parallel-size 4"]),
         (["qwen3-8b", "--gpu-memory", "24GB", "--dtype", "float32"], ["--dtype bfloat16"]),
         (["qwen3-8b", "--gpu-memory", "24GB", "--max-model-len", "30000"], ["--kv-cache-dtype int8"]),
-        (["qwen3-0.6b", "--gpu-memory", "3.5GB", "--max-num-seqs", "2000"], ["--max-num-seqs 64"]),
+        (
+            [*("qwen3-0.6b", "--gpu-memory", "3.5GB", "--max-num-seqs", "2000"), "--max-model-len", "4096"],
+            ["--max-num-seqs 64"],
+        ),
         (["qwen3-32b", "--gpu-memory", "4GB"], ["no option alone, but a larger GPU"]),
     ],
 )
@@ -245,7 +248,7 @@ def test_a_job_whose_lines_have_no_max_tokens_is_estimated_at_a_typical_length_t
     write_lines(tmp_path / "in", [{**chat, "custom_id": "a"}, {**chat, "custom_id": "b"}, short, null])
     options = ["--device", "cpu", "--machine", "laptop", "--max-model-len", "512", "--input", str(tmp_path / "in")]
     status, shown = run(capsys, "tiny-qwen3", *options, "--typical-output", "40")
-    assert status == 0 and "3 lines have no max_tokens: they count up to max_model_len" in shown
+    assert status == 0 and "3 lines have no max_tokens: they count up to 512 tokens with their prompts" in shown
     (prompts,) = set(re.findall(r"([\d,]+) of prompts", shown))
     most = 3 * (512 - int(prompts) // 4) + 9
     assert re.findall(r"([\d,]+) of answers", shown) == [f"{most:,}", str(3 * 40 + 9)]
@@ -253,6 +256,15 @@ def test_a_job_whose_lines_have_no_max_tokens_is_estimated_at_a_typical_length_t
     assert typical < whole / 4
     assert "end after 256 tokens" in run(capsys, "tiny-qwen3", *options)[1]
     assert run(capsys, "tiny-qwen3", *options, "--typical-output", "0")[0] == 2
+
+
+def test_a_length_that_is_left_out_is_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    status, shown = run(capsys, "qwen3-8b", "--gpu-memory", "24GB")
+    (length,) = map(int, re.findall(r"sequences of ([\d,]+) tokens", shown.replace(",", "")))
+    assert status == 0 and "It fits: 1 full-length" in shown and 4096 < length < 40960
+    assert run(capsys, "qwen3-8b", "--gpu-memory", "24GB", "--max-model-len", str(length))[0] == 0
+    assert run(capsys, "qwen3-8b", "--gpu-memory", "24GB", "--max-model-len", str(length + 1))[0] == 1
+    assert "sequences of 40,960 tokens" in run(capsys, "qwen3-8b", "--gpu-memory", "80GB")[1]
 
 
 def test_machines_are_those_of_the_sites_estimator() -> None:

@@ -1,6 +1,7 @@
-"""The Python blocks of each page of docs/ can be pasted in their order: they parse, and every name is defined before.
+"""The Python blocks of each page of docs/ can be pasted in their order.
 
-Nothing runs, so pages that need a GPU, Ray or a large model are covered, too.
+They parse, and every name is defined before. They run with the built-in model, or with a small random one, in place of
+the model that the page names; but for the blocks of `NOT_RUN`.
 """
 
 import ast
@@ -8,10 +9,23 @@ import builtins
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from helpers.adapters import save_adapter
 from helpers.paths import ROOT
+from transformers import AutoModelForCausalLM
 
+NOT_RUN = {
+    ("answers", 0): "needs tokens of thinking: tests/api/test_reasoning.py runs the page",
+    ("answers", 1): "as the first block",
+    ("answers", 3): "as the first block",
+    ("evaluation", 0): "reads its tasks from the Hugging Face hub: tests/api/test_lm_eval.py has tasks of its own",
+    ("ray", 0): "starts a cluster: tests/jobs/test_ray.py does",
+}
+"""The blocks that do not run here, by page and number, and why."""
+HUB_ID = re.compile(r'"Qwen/[^"]+"')
+TINY = ROOT / "nanovllm" / "assets" / "tiny-qwen3"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
@@ -47,6 +61,20 @@ def find_undefined(blocks: list[str]) -> list[str]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_a_page_can_be_pasted_from_its_top(page: Path) -> None:
     assert not find_undefined(BLOCK.findall(page.read_text()))
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if BLOCK.search(page.read_text())], ids=lambda page: page.stem)
+def test_the_blocks_of_a_page_run(page: Path, tmp_path: Path) -> None:
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    for number, block in enumerate(BLOCK.findall(page.read_text())):
+        if (page.stem, number) in NOT_RUN:
+            continue
+        if "path/to/adapter" in block:
+            save_adapter(AutoModelForCausalLM.from_pretrained(TINY), tmp_path)
+        code = HUB_ID.sub('"tiny-qwen3"', block).replace("path/to/adapter", str(tmp_path))
+        exec(compile(code, f"{page.name}, block {number}", "exec"), namespace)
+    if "llm" in namespace:
+        namespace["llm"].close()
 
 
 def test_a_name_that_nothing_defines_is_found() -> None:

@@ -239,25 +239,57 @@ def test_a_type_checker_knows_every_option_and_its_type() -> None:
     assert EngineOptions.__annotations__ == options
 
 
+ONE_ANSWER = """
+import nanovllm
+from nanovllm import LLM, SamplingParams
+
+print(nanovllm.__file__)
+print(LLM("tiny-qwen3").generate("1, 2, 3,", SamplingParams(temperature=0.0, max_tokens=3))[0]["token_ids"])
+"""
+BUILD = """
+import sys
+from setuptools import build_meta
+
+print(build_meta.build_sdist(sys.argv[1]))
+"""
+
+
 @pytest.mark.slow
-def test_a_wheel_holds_every_file_of_the_package_and_no_other(tmp_path: Path) -> None:
+def test_a_wheel_of_the_source_archive_holds_every_file_of_the_package_and_runs_elsewhere(tmp_path: Path) -> None:
     """C++ sources, the built-in model, the page of the window and py.typed among them. Needs setuptools."""
+    source = tmp_path / "source"
+    built = tmp_path / "built"
+    source.mkdir()
     for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, tmp_path)
-    shutil.copytree(ROOT / "nanovllm", tmp_path / "nanovllm", ignore=shutil.ignore_patterns("__pycache__"))
-    (tmp_path / "tests").mkdir()
-    (tmp_path / "tests" / "test_nothing.py").touch()
-    build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", tmp_path / "wheels", tmp_path]
-    done = subprocess.run(build, capture_output=True, text=True)
+        shutil.copy(ROOT / name, source)
+    shutil.copytree(ROOT / "nanovllm", source / "nanovllm", ignore=shutil.ignore_patterns("__pycache__"))
+    (source / "tests").mkdir()
+    (source / "tests" / "test_nothing.py").touch()
+    archive = subprocess.run([sys.executable, "-c", BUILD, built], capture_output=True, text=True, cwd=source)
+    if "No module named 'setuptools'" in archive.stderr:
+        pytest.skip("setuptools is not installed")
+    assert archive.returncode == 0, archive.stderr
+    wheels = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", built / "wheels"]
+    done = subprocess.run([*wheels, built / archive.stdout.split()[-1]], capture_output=True, text=True)
     if done.returncode and "setuptools" in done.stderr:
         pytest.skip("setuptools cannot be had")
     assert done.returncode == 0, done.stderr
-    (wheel,) = (tmp_path / "wheels").iterdir()
+    (wheel,) = (built / "wheels").iterdir()
     packed = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
-    package = tmp_path / "nanovllm"
-    assert packed == {str(path.relative_to(tmp_path)) for path in package.rglob("*") if path.is_file()}
+    package = source / "nanovllm"
+    assert packed == {str(path.relative_to(source)) for path in package.rglob("*") if path.is_file()}
     for name in ("py.typed", "apps/view/page.js", "backends/cpu/kernels.cpp", "assets/tiny-qwen3/model.safetensors"):
         assert f"nanovllm/{name}" in packed
+    place = tmp_path / "elsewhere"
+    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", place, wheel]
+    subprocess.run(install, check=True, capture_output=True)
+    environment = {**os.environ, "PYTHONPATH": str(place)}
+    run = subprocess.run(
+        [sys.executable, "-c", ONE_ANSWER], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stderr
+    where, token_ids = run.stdout.splitlines()
+    assert Path(where).is_relative_to(place) and len(json.loads(token_ids)) == 3
 
 
 USES = """

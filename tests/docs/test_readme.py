@@ -35,6 +35,11 @@ def test_the_first_block_of_the_readme_has_the_two_commands_that_are_run_before_
     ]
 
 
+def test_the_front_page_of_the_site_shows_the_example_of_the_readme_and_its_output() -> None:
+    example = re.search(r"^```python\n.*?^```$\n\n^```text\n.*?^```$", README, re.MULTILINE | re.DOTALL)
+    assert example is not None and example[0] in (ROOT / "docs" / "index.md").read_text()
+
+
 def test_the_picture_of_speed_is_drawn_from_the_page_of_benchmarks() -> None:
     table = read_table(PAGE.read_text(), HEADING)
     assert PICTURE.read_text() == draw(table), "run python scripts/draw_speed.py"

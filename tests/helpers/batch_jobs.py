@@ -60,13 +60,13 @@ class InstantLLM:
         error: BaseException | None = None,
         origin: str = "a digest",
     ) -> None:
-        assert isinstance(config.max_model_len, int)
-        self.max_model_len = config.max_model_len
+        self.max_model_len = config.max_model_len or 4096
         self.dies_after = dies_after
         self.error = error
         facts = {"seed": config.seed, "dtype": "float32", "device": "cpu", "attention_backend": "torch"}
         facts |= {"lora": config.lora, "quantization": config.quantization}
-        facts |= {"max_model_len": config.max_model_len, "block_size": 16, "max_num_seqs": 4}
+        facts |= {"max_model_len": self.max_model_len, "usual_length": self.max_model_len}
+        facts |= {"block_size": 16, "max_num_seqs": 4}
         facts |= {"enable_prefix_caching": True, "data_parallel_size": 1}
         scheduler = SimpleNamespace(block_manager=SimpleNamespace(num_blocks=64))
         self.engine = SimpleNamespace(

@@ -34,7 +34,20 @@ from nanovllm.features.families.qwen3_moe.ops import (
     route_reference,
 )
 from nanovllm.models.layers.parallel import Parallel
+from nanovllm.ops.attention import AttentionVariant
 from nanovllm.ops.norm_rope_store import NormRope
+
+Kind = tuple[int | None, float | None, bool]
+PLAIN: Kind = (None, None, False)
+VARIANTS: list[Kind] = [
+    (1, None, False),
+    (33, 2.0, True),
+    (70, 50.0, False),
+    (None, 2.0, False),
+    (200, None, True),
+    (None, None, True),
+]
+"""(window, softcap, whether there are sinks): each alone, and some together. PLAIN is plain attention."""
 
 BF16 = torch.bfloat16
 FP32 = torch.float32
@@ -87,6 +100,15 @@ def check_small_operators(backend: CpuBackend, dtype: torch.dtype) -> None:
         torch.testing.assert_close(backend.silu_and_mul(gate_up), reference.silu_and_mul(gate_up), **close)
 
 
+def make_variant(kind: Kind, num_heads: int) -> AttentionVariant | None:
+    """Return a variant of attention; None for plain attention. The sinks are drawn."""
+    if kind == PLAIN:
+        return None
+    window, softcap, has_sinks = kind
+    sinks = 2 * torch.randn(num_heads, generator=torch.Generator().manual_seed(9))
+    return AttentionVariant(window, softcap, sinks if has_sinks else None)
+
+
 def attend_after_storing(
     backend: Backend,
     query_lens: list[int],
@@ -94,6 +116,7 @@ def attend_after_storing(
     shape: tuple[int, int, int],
     dtype: torch.dtype,
     kv_dtype: torch.dtype,
+    variant: AttentionVariant | None = None,
 ) -> Tensor:
     """Store whole sequences through norm_rope_store, in shuffled order, into a cache full of NaN; then attend.
 
@@ -133,23 +156,35 @@ def attend_after_storing(
     ends = torch.tensor(seq_lens).cumsum(0)
     rows = torch.cat([torch.arange(int(e) - n, int(e)) for e, n in zip(ends, query_lens, strict=True)])
     inputs = make_inputs(query_lens, seq_lens, tables)
-    return backend.attend(q[rows], cache, inputs, head_dim**-0.5).float()
+    return backend.attend(q[rows], cache, inputs, head_dim**-0.5, variant).float()
 
 
 def assert_attends_alike(
-    backend: CpuBackend, shape: tuple[int, int, int], dtype: torch.dtype, kv_dtype: torch.dtype | None = None
+    backend: CpuBackend,
+    shape: tuple[int, int, int],
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype | None = None,
+    variant: AttentionVariant | None = None,
 ) -> None:
     """The kernels attend as the references do. kv_dtype is the type of the cache; None: dtype."""
     block_size = shape[2]
     decodes = [n for n in decode_lengths(block_size) if n]
+    how = (shape, dtype, kv_dtype or dtype, variant)
     for query_lens, seq_lens in (mixed_lengths(block_size), ([1] * len(decodes), decodes)):
-        got = attend_after_storing(backend, query_lens, seq_lens, shape, dtype, kv_dtype or dtype)
-        expected = attend_after_storing(TorchBackend(), query_lens, seq_lens, shape, dtype, kv_dtype or dtype)
-        # In bfloat16 q and k differ by a rounding here and there, and both sides round weights and outputs.
-        tolerance = attention_tolerance(dtype) * (2 if dtype == BF16 else 1)
-        if kv_dtype == torch.int8:  # where a rounding differs, a code may be the next one
-            tolerance = max(tolerance, 5e-3)
-        torch.testing.assert_close(got, expected, atol=tolerance, rtol=0)
+        got = attend_after_storing(backend, query_lens, seq_lens, *how)
+        expected = attend_after_storing(TorchBackend(), query_lens, seq_lens, *how)
+        torch.testing.assert_close(got, expected, atol=alike_tolerance(dtype, kv_dtype, variant), rtol=0)
+
+
+def alike_tolerance(dtype: torch.dtype, kv_dtype: torch.dtype | None, variant: AttentionVariant | None) -> float:
+    """How far a kernel may be from the reference if each of them has stored the keys and values, too."""
+    # In bfloat16 q and k differ by a rounding here and there, and both sides round weights and outputs.
+    tolerance = attention_tolerance(dtype) * (2 if dtype == BF16 else 1)
+    if variant is not None and variant.softcap is not None:  # a capped score is rounded as a number of its size
+        tolerance += variant.softcap * 2**-22
+    if kv_dtype == torch.int8:  # where a rounding differs, a code may be the next one
+        tolerance = max(tolerance, 5e-3)
+    return tolerance
 
 
 def check_codes(backend: Backend, dim: int, dtype: torch.dtype) -> None:

@@ -45,6 +45,7 @@ CONFIGS: dict[str, list[Any]] = {
     "dtype": ["x", None, 5, "float64", "half", torch.float32],
     "device": ["meta", "mps", "cpu:99", "cuda:0", "x" * 10_000, None, 5, torch.device("cpu")],
     "attention_backend": ["x", None, "triton"],
+    "logprobs_mode": ["x", None, "raw_logits", "processed_logprobs"],
     "quantization": ["x", "", "INT8", "int8_dynamic", "int4", "awq", 8, True, ["int8"], {"int8": 1}, "x" * 10_000],
     "trace": ["/nonexistent/x", "/dev/full", "/tmp", "", 5, "a" * 300, "\0"],
     "model": [

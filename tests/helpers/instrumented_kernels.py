@@ -21,10 +21,20 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from helpers.cpu_checks import BF16, CPU, FP32, attend_after_storing, rounding
+from helpers.cpu_checks import (
+    BF16,
+    CPU,
+    FP32,
+    PLAIN,
+    VARIANTS,
+    alike_tolerance,
+    attend_after_storing,
+    make_variant,
+    rounding,
+)
 from helpers.delta_cases import DeltaLayer, assert_delta_is_the_reference
 from helpers.dynamic_checks import check_dynamic_products
-from helpers.kernel_cases import assert_tokens_near, attention_tolerance, edit_case, sample_case
+from helpers.kernel_cases import assert_tokens_near, edit_case, sample_case
 from helpers.quantized_checks import FORMATS, check_quantized_experts, check_quantized_products
 from nanovllm.backends.cpu import backend as cpu_backend
 from nanovllm.backends.cpu import dynamic as dynamic_cpu
@@ -155,14 +165,12 @@ class Fuzzer:
         if sum(seq_lens) < 8:  # the helper stores the first seven tokens apart
             seq_lens[0] += 8
         kv_dtype = self.draw.choice([dtype, torch.int8])
+        variant = make_variant(self.draw.choice([PLAIN, *VARIANTS]), 2 * shape[1])
         found, expected = (
-            attend_after_storing(side, query_lens, seq_lens, shape, dtype, kv_dtype)
+            attend_after_storing(side, query_lens, seq_lens, shape, dtype, kv_dtype, variant)
             for side in (self.backend, self.reference)
         )
-        tolerance = attention_tolerance(dtype) * (2 if dtype == BF16 else 1)
-        if kv_dtype == torch.int8:  # where a rounding differs, a code may be the next one
-            tolerance = max(tolerance, 5e-3)
-        torch.testing.assert_close(found, expected, atol=tolerance, rtol=0)
+        torch.testing.assert_close(found, expected, atol=alike_tolerance(dtype, kv_dtype, variant), rtol=0)
 
     def check_experts(self, dtype: torch.dtype) -> None:
         tokens = self.draw.choice([0, 1, self.draw.randrange(2, 90)])

@@ -359,6 +359,11 @@ def check_step_inputs(
     expected = step_inputs_reference(*given)
     for field in fields(StepInputs):
         ours, theirs = (getattr(inputs, field.name) for inputs in (got, expected))
+        if field.name == "block_tables":  # nobody reads entries beyond a sequence's blocks
+            counts = -(-expected.seq_lens // 16)
+            is_read = torch.arange(theirs.shape[1], device=device) < counts.unsqueeze(1)
+            ours = ours[is_read]
+            theirs = theirs[is_read]
         if isinstance(theirs, Tensor):
             assert torch.equal(ours, theirs) and ours.dtype == theirs.dtype, field.name
         else:

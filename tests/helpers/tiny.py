@@ -28,6 +28,8 @@ CROWDED = SMALL | {
     "max_num_batched_tokens": 48,  # long prompts are cut into chunks
 }
 """The options of an engine that is too small for its requests: it preempts, and computes prompts in chunks."""
+SLIDING = {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1}
+"""A configuration of a Qwen2 or Qwen3 whose layers slide, but for the first one."""
 
 
 def save_random(

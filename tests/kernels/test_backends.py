@@ -241,6 +241,18 @@ def test_block_sizes_are_powers_of_two_within_what_the_backend_knows(
         resolve_backend("auto", work._replace(block_size=40))
 
 
+def test_auto_passes_over_a_backend_without_a_variant_of_attention_that_layers_need(
+    flash_attn: None, hopper: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FlashAttnBackend, "variants", ("window", "softcap"))
+    work = Work(GPU, BF16, 128, 2, variants=("window",))
+    assert resolve_backend("auto", work).name == "flash_attn"
+    work = work._replace(variants=("window", "sinks"))
+    assert resolve_backend("auto", work).name == "triton"
+    with pytest.raises(ValueError, match=r"no kernels for the sinks of the model's attention; or use .*auto"):
+        resolve_backend("flash_attn", work)
+
+
 @pytest.mark.parametrize(("name", "device"), [("cpu", CPU), ("triton", CPU), ("triton", GPU), ("flash_attn", GPU)])
 def test_a_sampler_of_its_own_names_the_values_that_it_reads(name: str, device: torch.device) -> None:
     """So a value that only the reference reads is refused, and never ignored."""

@@ -1,5 +1,6 @@
 """The compiled CPU path computes what plain torch computes, and the engine does without it where it must."""
 
+import itertools
 import logging
 import os
 import re
@@ -18,11 +19,14 @@ from helpers.cpu_checks import (
     BF16,
     CPU,
     FP32,
+    VARIANTS,
+    Kind,
     assert_attends_alike,
     check_codes,
     check_packed_products,
     check_sampled_tokens,
     check_small_operators,
+    make_variant,
     rounding,
 )
 from helpers.kernel_cases import check_step_inputs, check_token_logprobs, pack_values
@@ -123,22 +127,42 @@ def test_threads_never_share_two_tokens_of_one_unit(backend: CpuBackend, tokens:
 @pytest.mark.parametrize("kv_dtype", [None, torch.int8], ids=str)
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 @pytest.mark.parametrize(
-    "shape", [(128, 2, 64), (32, 3, 16), (64, 5, 256), (64, 7, 64), (96, 6, 64), (128, 16, 64)], ids=str
+    ("shape", "kind"),
+    [
+        ((128, 2, 64), VARIANTS[0]),
+        ((32, 3, 16), VARIANTS[1]),
+        ((64, 5, 256), VARIANTS[2]),
+        ((64, 7, 64), VARIANTS[3]),
+        ((96, 6, 64), VARIANTS[4]),
+        ((128, 16, 64), VARIANTS[5]),
+    ],
+    ids=str,
 )
 def test_attention_over_what_was_stored_equals_the_reference(
-    backend: CpuBackend, shape: tuple[int, int, int], dtype: torch.dtype, kv_dtype: torch.dtype | None
+    backend: CpuBackend,
+    shape: tuple[int, int, int],
+    kind: Kind,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype | None,
 ) -> None:
-    assert_attends_alike(backend, shape, dtype, kv_dtype)
+    """Plain attention, and one variant for each shape."""
+    for variant in (None, make_variant(kind, 2 * shape[1])):
+        assert_attends_alike(backend, shape, dtype, kv_dtype, variant)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kv_dtype", [None, torch.int8], ids=str)
 @pytest.mark.parametrize("dtype", [BF16, FP32])
-@pytest.mark.parametrize("shape", GRID, ids=str)
+@pytest.mark.parametrize(("shape", "kind"), list(zip(GRID, itertools.cycle(VARIANTS), strict=False)), ids=str)
 def test_attention_equals_the_reference_for_every_pair_of_values(
-    backend: CpuBackend, shape: tuple[int, int, int], dtype: torch.dtype, kv_dtype: torch.dtype | None
+    backend: CpuBackend,
+    shape: tuple[int, int, int],
+    kind: Kind,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype | None,
 ) -> None:
-    assert_attends_alike(backend, shape, dtype, kv_dtype)
+    for variant in (None, make_variant(kind, 2 * shape[1])):
+        assert_attends_alike(backend, shape, dtype, kv_dtype, variant)
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32])

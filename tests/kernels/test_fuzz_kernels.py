@@ -15,6 +15,7 @@ from helpers.cpu_checks import (
     assert_attends_alike,
     attend_after_storing,
     check_packed_products,
+    make_variant,
 )
 from helpers.dynamic_checks import check_dynamic_products
 from helpers.quantized_checks import FORMATS, check_quantized_experts, check_quantized_products
@@ -49,13 +50,16 @@ def test_any_shape_with_any_number_of_threads_gives_the_reference(kind: str) -> 
                 check_packed_products(cpu_library(), dtype, in_features, out_features)
             elif kind == "attention":
                 kv_dtype = rng.choice((dtype, torch.int8))
-                print(kv_dtype)
-                assert_attends_alike(backend, shape, dtype, kv_dtype)
+                kind = (rng.choice((None, rng.randrange(1, 300))), rng.choice((None, 1.5, 30.0)), rng.random() < 0.5)
+                variant = make_variant(kind, 2 * shape[1])
+                print(kv_dtype, variant)
+                assert_attends_alike(backend, shape, dtype, kv_dtype, variant)
                 lengths = [rng.randrange(1, 200) for _ in range(rng.randrange(1, 9))]
                 found = []
                 for count in (1, torch.get_num_threads()):
                     torch.set_num_threads(count)
-                    found.append(attend_after_storing(backend, [1] * len(lengths), lengths, shape, dtype, kv_dtype))
+                    queries = [1] * len(lengths)
+                    found.append(attend_after_storing(backend, queries, lengths, shape, dtype, kv_dtype, variant))
                 assert torch.equal(*found)
             elif kind == "dynamic":
                 check_dynamic_products(in_features, out_features, dtype, seed=rng.randrange(1 << 30))

@@ -18,6 +18,7 @@ from helpers.cpu_checks import (
     check_packed_products,
     check_sampled_tokens,
     check_small_operators,
+    make_variant,
 )
 from helpers.dynamic_checks import check_dynamic_products
 from helpers.foreign_kernels import HAS_EMULATOR, ForeignLibrary
@@ -107,8 +108,10 @@ def test_small_operators_are_the_references(backend: CpuBackend, dtype: Any) -> 
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 @pytest.mark.parametrize("shape", [(64, 7, 16), (128, 2, 64)], ids=str)
 def test_attention_is_the_reference(backend: CpuBackend, shape: tuple[int, int, int], dtype: Any) -> None:
+    everything = make_variant((33, 2.0, True), 2 * shape[1])
     for kv_dtype in (None, torch.int8):
-        assert_attends_alike(backend, shape, dtype, kv_dtype)
+        for variant in (None, everything):
+            assert_attends_alike(backend, shape, dtype, kv_dtype, variant)
     check_codes(backend, shape[0], dtype)
 
 

@@ -1,16 +1,16 @@
 """Every family of dense decoders says, token for token, what transformers says in float32."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from helpers.tiny import CROWDED, draw_prompts, edit_json, greedy, save_random
+from helpers.tiny import CROWDED, SLIDING, draw_prompts, edit_json, greedy, save_random
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import LlamaForCausalLM, MistralForCausalLM, PreTrainedModel, Qwen2ForCausalLM, Qwen3ForCausalLM
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.models.model_config import find_window, load_model_config
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -20,6 +20,7 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+WINDOW = {"sliding_window": 20}
 COMMON: dict[str, dict[str, Any]] = {
     "untied, one kv head": {"tie_word_embeddings": False, "num_key_value_heads": 1},
     "a kv head for every head, shards": {"num_key_value_heads": 4, "max_shard_size": "60KB", "num_hidden_layers": 3},
@@ -27,14 +28,22 @@ COMMON: dict[str, dict[str, Any]] = {
     "head_dim 80": {"head_dim": 80, "vocab_size": 503, "intermediate_size": 90},
 }
 CONFIGS: list[tuple[type[PreTrainedModel], dict[str, dict[str, Any]]]] = [
-    (Qwen3ForCausalLM, COMMON | {"biases": {"attention_bias": True}, "group 16": {"num_attention_heads": 32}}),
+    (
+        Qwen3ForCausalLM,
+        COMMON
+        | {
+            "biases": {"attention_bias": True},
+            "group 16": {"num_attention_heads": 32},
+            "the first layer slides": SLIDING | {"layer_types": ["sliding_attention", "full_attention"]},
+        },
+    ),
     (
         Qwen2ForCausalLM,
         COMMON
         | {
             "as published, head_dim from hidden_size": {"head_dim": ..., "hidden_size": 96, "num_attention_heads": 6},
             "a window switched off": {"use_sliding_window": False, "sliding_window": 32, "max_window_layers": 1},
-            "a window that is never left": {"use_sliding_window": True, "sliding_window": 160, "max_window_layers": 1},
+            "the last layer slides": SLIDING,
         },
     ),
     (
@@ -51,7 +60,8 @@ CONFIGS: list[tuple[type[PreTrainedModel], dict[str, dict[str, Any]]]] = [
         COMMON
         | {
             "no window": {"sliding_window": None},
-            "a window that is never left": {"sliding_window": 160, "hidden_size": 80, "head_dim": 48},
+            "a window": {"sliding_window": 20, "hidden_size": 80, "head_dim": 48},
+            "a window of two tokens": {"sliding_window": 2},  # of one, transformers' cache keeps all keys
         },
     ),
 ]
@@ -85,13 +95,34 @@ def test_tokens_are_transformers(model_class: type[PreTrainedModel], changes: di
 
 
 @pytest.mark.parametrize("backend", ["cpu", "triton"])
-@pytest.mark.parametrize("model_class", [Qwen2ForCausalLM, LlamaForCausalLM])
-def test_compiled_kernels_say_the_same(model_class: type[PreTrainedModel], backend: str, tmp_path: Path) -> None:
-    model = save(tmp_path, model_class, num_attention_heads=7, num_key_value_heads=1, head_dim=64, hidden_size=112)
-    prompts = draw_prompts([3, 20])
+@pytest.mark.parametrize(
+    ("model_class", "changes"), [(Qwen2ForCausalLM, SLIDING), (LlamaForCausalLM, {}), (MistralForCausalLM, WINDOW)]
+)
+def test_compiled_kernels_say_the_same(
+    model_class: type[PreTrainedModel], changes: dict[str, Any], backend: str, tmp_path: Path
+) -> None:
+    shape = {"num_attention_heads": 7, "num_key_value_heads": 1, "head_dim": 64, "hidden_size": 112}
+    model = save(tmp_path, model_class, **shape, **changes)
+    prompts = draw_prompts([3, 40])
     with LLM(tmp_path, **CROWDED | {"attention_backend": backend}) as llm:
         outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=4, ignore_eos=True), use_tqdm=False)
     assert [output["token_ids"] for output in outputs] == [greedy(model, prompt, 4) for prompt in prompts]
+
+
+@pytest.mark.parametrize(
+    ("model_class", "changes"), [(MistralForCausalLM, WINDOW), (Qwen2ForCausalLM, SLIDING), (Qwen3ForCausalLM, SLIDING)]
+)
+def test_with_the_cpu_kernels_a_window_says_the_same(
+    model_class: type[PreTrainedModel], changes: dict[str, Any], tmp_path: Path
+) -> None:
+    """In batches and chunks, after preemptions and prefix hits, and with decodes that are replayed."""
+    model = save(tmp_path, model_class, **changes)
+    with LLM(tmp_path, **CROWDED | {"attention_backend": "cpu"}) as llm:
+        prompts, tokens = say(llm)
+        stats = llm.stats()
+        assert llm.engine.runner.steps.most_seqs, "no step was replayed"
+    assert stats["num_preemptions"] and stats["num_cached_tokens"]
+    assert tokens == [greedy(model, prompt, 30) for prompt in prompts]
 
 
 @pytest.mark.slow
@@ -107,35 +138,45 @@ def test_two_ranks_say_the_same(model_class: type[PreTrainedModel], tmp_path: Pa
     assert tokens == [greedy(model, prompt, 30) for prompt in prompts]
 
 
+QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "num_hidden_layers": 3}
+LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 3}
+MISTRAL = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "num_hidden_layers": 3}
+FULL = "full_attention"
+SLIDES = "sliding_attention"
+
+
 @pytest.mark.parametrize(
-    ("model_class", "changes"),
+    ("data", "windows"),
     [
-        (MistralForCausalLM, {"sliding_window": 64}),
-        (Qwen2ForCausalLM, {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1}),
-        (Qwen3ForCausalLM, {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1}),
+        (MISTRAL, [4096] * 3),
+        (MISTRAL | {"sliding_window": None}, [None] * 3),
+        (MISTRAL | {"sliding_window": 64, "layer_types": [SLIDES] * 3}, [64] * 3),
+        (QWEN2 | {"sliding_window": 64}, [None] * 3),
+        (QWEN2 | SLIDING, [None, 20, 20]),
+        (QWEN2 | SLIDING | {"layer_types": [SLIDES, FULL, SLIDES]}, [20, None, 20]),
+        (LLAMA | {"sliding_window": 64, "layer_types": [FULL] * 3}, [None] * 3),
     ],
 )
-def test_a_window_is_refused_only_where_it_would_be_left(
-    model_class: type[PreTrainedModel], changes: dict[str, Any], tmp_path: Path
-) -> None:
-    model = save(tmp_path, model_class, **changes)
-    with pytest.raises(
-        ValueError, match=r"last 64 tokens .*sliding_window.* max_model_len is 65; set it to at most 64"
-    ):
-        LLM(tmp_path, **CROWDED | {"max_model_len": 65})
-    (prompt,) = draw_prompts([40])
-    with LLM(tmp_path, **CROWDED | {"max_model_len": 64}) as llm:
-        (output,) = llm.generate([prompt], SamplingParams(temperature=0, ignore_eos=True, max_tokens=99))
-    assert output["token_ids"] == greedy(model, prompt, 24)
+def test_the_window_of_each_layer_is_what_the_family_reads(data: dict[str, Any], windows: list[int | None]) -> None:
+    config = load_model_config(data, "config.json")
+    assert [find_window(config, index) for index in range(3)] == windows
 
 
-def test_a_mistral_that_says_nothing_has_a_window_of_4096(tmp_path: Path) -> None:
-    save(tmp_path, MistralForCausalLM, max_position_embeddings=8192)
-    config = json.loads((tmp_path / "config.json").read_text())
-    config.pop("sliding_window")
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match="last 4096 tokens"):
-        LLM(tmp_path, **CROWDED | {"max_model_len": 4097, "num_kvcache_blocks": 300})
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (MISTRAL | {"sliding_window": 64, "layer_types": [SLIDES, FULL, SLIDES]}, "layer_types.*by MistralConfig"),
+        (MISTRAL | {"sliding_window": 64, "layer_types": [FULL] * 3}, "layer_types.*by MistralConfig"),
+        (LLAMA | {"sliding_window": 64, "layer_types": [SLIDES] * 3}, "layer_types.*by LlamaConfig"),
+        (QWEN2 | {"layer_types": [SLIDES] * 3}, "layer_types.*sliding_window None"),
+        (MISTRAL | {"sliding_window": 0}, "sliding_window is 0; it must be at least 1"),
+        (QWEN2 | SLIDING | {"sliding_window": -5}, "sliding_window is -5; it must be at least 1"),
+        (MISTRAL | {"sliding_window": 2**40}, "sliding_window is 1099511627776; it must be at most 1073741824"),
+    ],
+)
+def test_layers_that_would_not_attend_as_config_json_says_are_refused(data: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        load_model_config(data, "config.json")
 
 
 # ---- Tokenizers that mark the beginning of words, as Llama 2's and Mistral's do

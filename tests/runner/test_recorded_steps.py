@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.hybrids import save_hybrid, save_sparse_hybrid
-from helpers.tiny import CROWDED, draw_prompts, save_random
+from helpers.tiny import CROWDED, SLIDING, draw_prompts, save_random
 from transformers import Qwen3MoeForCausalLM
 
 from nanovllm import LLM, SamplingParams
@@ -66,7 +66,7 @@ def find_recorded(llm: LLM) -> RecordedSteps:
     ("save", "options"),
     [
         (save_random, {}),
-        (lambda folder: save_random(folder, tie_word_embeddings=False), {}),
+        (lambda folder: save_random(folder, tie_word_embeddings=False, **SLIDING), {}),
         (save_hybrid, {}),
         (save_sparse_hybrid, {}),
         (save_sparse_hybrid, {"quantization": "int8"}),
@@ -76,7 +76,18 @@ def find_recorded(llm: LLM) -> RecordedSteps:
         (save_random, {"quantization": "int8-dynamic"}),
         (save_random, {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}),
     ],
-    ids=["tied", "untied", "hybrid", "both", "int8-both", "experts", "int8-experts", "int8", "int8-dynamic", "drafts"],
+    ids=[
+        "tied",
+        "untied-window",
+        "hybrid",
+        "both",
+        "int8-both",
+        "experts",
+        "int8-experts",
+        "int8",
+        "int8-dynamic",
+        "drafts",
+    ],
 )
 def test_replayed_steps_give_the_very_numbers_of_eager_ones(
     save: Callable[[Path], object], options: dict[str, Any], dtype: str, tmp_path: Path

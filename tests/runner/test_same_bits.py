@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from helpers.cpu_checks import PLAIN, VARIANTS, Kind, make_variant
 from helpers.kernel_cases import make_inputs
-from helpers.tiny import draw_prompts, save_random
+from helpers.tiny import SLIDING, draw_prompts, save_random
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -21,6 +22,7 @@ from nanovllm.backends import Backend
 from nanovllm.backends.cpu.backend import CpuBackend, NativeMatrix
 from nanovllm.backends.cpu.library import cpu_library
 from nanovllm.backends.cpu.scratch import Scratch
+from nanovllm.ops.attention import AttentionVariant
 from nanovllm.ops.norm_rope_store import NormRope
 from nanovllm.ops.sample import unpack_sampling
 from nanovllm.runner.logprobs import Logprobs
@@ -61,28 +63,48 @@ def test_a_row_of_a_product_has_the_same_bits_among_any_number(
 
 @pytest.mark.parametrize("kv_dtype", [None, torch.int8], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_attention_has_the_same_bits_in_blocks_of_any_size(dtype: torch.dtype, kv_dtype: torch.dtype | None) -> None:
+@pytest.mark.parametrize("kind", [PLAIN, *VARIANTS], ids=str)
+def test_attention_has_the_same_bits_in_blocks_and_chunks_of_any_size(
+    kind: Kind, dtype: torch.dtype, kv_dtype: torch.dtype | None
+) -> None:
+    """A window that no sequence leaves gives the bits of plain attention."""
     backend = CpuBackend()
-    lens = torch.tensor([[1, 90, 33], [150, 90, 200]], dtype=torch.int32)
-    num_queries, num_keys = (int(n) for n in lens.sum(dim=1))
+    query_lens = [1, 90, 120]
+    seq_lens = [150, 90, 200]
     torch.manual_seed(0)
-    q = torch.randn(num_queries, 6, 128).to(dtype)
-    qkv = torch.randn(num_keys, 10 * 128).to(dtype)
-    norms = NormRope(None, None, 1e-6, torch.ones(num_keys, 128))
-    positions = torch.cat([torch.arange(int(n)) for n in lens[1]])
+    q = torch.randn(sum(query_lens), 6, 128).to(dtype)
+    qkv = torch.randn(sum(seq_lens), 10 * 128).to(dtype)
+    norms = NormRope(None, None, 1e-6, torch.ones(sum(seq_lens), 128))
+    positions = torch.cat([torch.arange(n) for n in seq_lens])
+    variant = make_variant(kind, 6)
 
-    def attend(block_size: int) -> Tensor:
+    def attend(block_size: int, chunk: int, variant: AttentionVariant | None = variant) -> Tensor:
+        """Each sequence's queries in chunks, one call for each; a chunk of 0 stands for one call for all queries."""
         width = 256 // block_size
         tables = torch.randperm(3 * width).int().view(3, width)
-        sequences = torch.arange(3).repeat_interleave(lens[1])
+        sequences = torch.arange(3).repeat_interleave(torch.tensor(seq_lens))
         slots = tables[sequences, positions // block_size].long() * block_size + positions % block_size
         cache = backend.allocate_cache((3 * width, block_size, 2, 128), kv_dtype or dtype, CPU)
         backend.norm_rope_store(qkv, norms, positions, cache, slots)
-        return backend.attend(q, cache, make_inputs(*lens.tolist(), tables), 0.1).clone()
+        if chunk == 0:
+            return backend.attend(q, cache, make_inputs(query_lens, seq_lens, tables), 0.1, variant).clone()
+        found = []
+        for queries, end, table in zip(q.split(query_lens), seq_lens, tables.split(1), strict=True):
+            seq_len = end - len(queries)
+            for some in queries.split(chunk):
+                seq_len += len(some)
+                inputs = make_inputs([len(some)], [seq_len], table)
+                found.append(backend.attend(some, cache, inputs, 0.1, variant).clone())
+        return torch.cat(found)
 
-    expected = attend(64)
-    for block_size in (16, 32, 128, 256):
-        assert torch.equal(attend(block_size), expected), block_size
+    expected = attend(64, 0)
+    for block_size, chunk in ((16, 0), (32, 0), (128, 0), (256, 1), (64, 13), (64, 70)):
+        assert torch.equal(attend(block_size, chunk), expected), (block_size, chunk)
+    if variant is None:
+        for window in (200, 2**30):
+            assert torch.equal(attend(64, 0, AttentionVariant(window)), expected)
+    else:
+        assert not torch.equal(attend(64, 0, None), expected)
 
 
 def test_a_row_has_the_same_log_probabilities_among_any_number(threads: None) -> None:
@@ -192,7 +214,7 @@ def test_quantised_weights_leave_a_request_its_bits(quantization: str, tmp_path:
 def company(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Company:
     dtype, kv_cache_dtype = request.param
     folder = tmp_path_factory.mktemp("model")
-    save_random(folder)
+    save_random(folder, **SLIDING)
     return Company(folder, dtype, kv_cache_dtype=kv_cache_dtype)
 
 

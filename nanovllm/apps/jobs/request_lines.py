@@ -183,10 +183,11 @@ def prepare_request(line: RequestLine, llm: "LLM", model_name: str) -> "Request"
         sampling["structured_outputs"] = read_structured_outputs(line)
         if body.get("echo"):
             sampling["prompt_logprobs"] = sampling["logprobs"]
+        is_open = line.is_chat and not body.keys() & {"max_tokens", "max_completion_tokens"}
         if "max_completion_tokens" in body:
             sampling["max_tokens"] = body["max_completion_tokens"]
         elif line.custom_id is not None:
-            sampling.setdefault("max_tokens", llm.max_model_len if line.is_chat else 16)
+            sampling.setdefault("max_tokens", llm.engine.config.usual_length if line.is_chat else 16)
         params = change_defaults(defaults, sampling)
         if params.seed is None:
             params.seed = derive_seed(llm.engine.config.seed, line.custom_id or str(line.number))
@@ -201,9 +202,20 @@ def prepare_request(line: RequestLine, llm: "LLM", model_name: str) -> "Request"
             prompt = llm.render_chat(_read_messages(body.get("messages")), options)
         else:
             prompt = _read_prompt(body.get("prompt"))
-        return llm.prepare(prompt, params)
+        request = llm.prepare(prompt, params)
+        return _limit_length(request, llm.engine.config.usual_length) if is_open else request
     except (TypeError, ValueError, OverflowError) as error:
         raise LineError("invalid_request", str(error), line.custom_id) from error
+
+
+def _limit_length(request: "Request", most: int) -> "Request":
+    """Return a chat without max_tokens with a limit for its prompt and its output together."""
+    if (count := len(request.prompt_token_ids)) >= most:
+        raise ValueError(
+            f"the prompt has {count} tokens; without max_tokens it may have at most {most - 1}: give max_tokens, or "
+            "set max_model_len"
+        )
+    return replace(request, max_len=most)
 
 
 def list_rendering_arguments() -> set[str]:

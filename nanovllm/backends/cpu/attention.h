@@ -1,6 +1,7 @@
 // Causal attention over the paged cache.
 #pragma once
 
+#include <limits>
 #include <vector>
 
 #include "linear.h"
@@ -22,13 +23,20 @@ static_assert(MAX_HEAD_DIM <= DEPTH && KEY_TILE <= DEPTH, "a product here is one
 //     weight[i] = exp(score[i] - max(score))
 //     out       = sum(weight[i] * v[i]) / sum(weight[i])
 //
+// A layer may have a variant of it:
+//
+//     window:   only the keys p - window < i <= p count
+//     softcap:  score[i] = softcap * tanh(score[i] / softcap)
+//     sinks:    the head's sink is one more score, without a value; it adds exp(sink - max) to sum(weight)
+//
 // attend_rows does this for up to QUERY_ROWS queries at once, in five steps with a function each. Long sequences have
 // more keys than fit a cache, so it goes through them in tiles of KEY_TILE. For each query it keeps the maximum and the
 // two sums over the keys so far (Milakov and Gimelshein 2018, https://arxiv.org/abs/1805.02867). If a tile has a larger
 // score, the sums are multiplied by exp(old maximum - new maximum), as if the new one had been known from the start.
 //
 // Every tile starts at a multiple of KEY_TILE and has KEY_TILE keys, in one block of the cache or in several. So the
-// order of the sums depends only on the position of the query.
+// order of the sums depends only on the position of the query. Tiles before every query's window are skipped. A query
+// that sees no key of a tile adds zeros, so its bits do not depend on the queries beside it.
 
 // A layer's keys and values: elements of T, or codes with scales. Without codes both scales are null.
 struct Cache { const void *keys, *values; const float *key_scales, *value_scales; };
@@ -61,11 +69,18 @@ template <class T, bool CODES> struct CachedHead {
     const int8_t* value_codes_at(int64_t token) const { return (const int8_t*)cache.values + token * dim; }
 };
 
+// Says which variant of attention a layer has. Zeros and null stand for plain attention. sinks [query heads].
+struct Variant { int64_t window; float softcap; const float* sinks; };
+
 // Says which queries are computed together: `group` heads of each of `tokens` tokens. The first one is at `position`.
 struct QueryRows {
     int64_t tokens, group, position;
     int64_t count() const { return tokens * group; }
-    int64_t num_visible(int64_t row) const { return position + row / group + 1; }  // how many keys a row sees
+    // A row sees the keys from `first_visible` to `end_visible`.
+    int64_t end_visible(int64_t row) const { return position + row / group + 1; }
+    int64_t first_visible(int64_t row, int64_t window) const {
+        return window ? std::max<int64_t>(end_visible(row) - window, 0) : 0;
+    }
 };
 
 // A tile of keys. `padded` is their number as a multiple of LANES.
@@ -110,10 +125,17 @@ ALWAYS_INLINE void score_tile(const CachedHead<T, CODES>& head, int64_t rows, Ti
     }
 }
 
-// Step 2: scales the scores, makes those of keys after the query -infinity, and finds the maximum of each row. It is
-// not one loop with step 3, so that the processor computes the maxima of several rows side by side.
-template <class T, bool CODES, class P>
-ALWAYS_INLINE void find_maxima(QueryRows queries, Tile tile, float scale, Attention<T, P>& at) {
+// Computes softcap * tanh(s / softcap). tanh(x) is 1 - 2 / (exp(2 x) + 1), and 1 where exp would overflow. NaN stays.
+ALWAYS_INLINE rf cap_scores(rf s, float softcap) {
+    const rf twice = -maximum(rf{} - 88.0f, s * (-2.0f / softcap));
+    return softcap - 2.0f * softcap / (exp(twice) + 1.0f);
+}
+
+// Step 2: scales the scores, makes those of keys that the query does not see -infinity, and finds the maximum of each
+// row. It is not one loop with step 3, so that the processor computes the maxima of several rows side by side.
+// If VARIES, the scores have a cap, or some of the keys lie before a query's window.
+template <class T, bool CODES, bool VARIES, class P>
+ALWAYS_INLINE void find_maxima(QueryRows queries, Tile tile, float scale, Variant variant, Attention<T, P>& at) {
     const int64_t rows = queries.count();
     rf lane;
     for (int i = 0; i < PART_LANES; ++i) lane[i] = (float)i;
@@ -123,11 +145,16 @@ ALWAYS_INLINE void find_maxima(QueryRows queries, Tile tile, float scale, Attent
     std::copy_n(at.maxima, rows, at.before);
     for (int64_t r = 0; r < rows; ++r) {
         float* score = at.scores + r * KEY_TILE;
-        const float visible = (float)std::min<int64_t>(queries.num_visible(r) - tile.start, tile.padded);
+        const float end = (float)std::min<int64_t>(queries.end_visible(r) - tile.start, tile.padded);
+        const float first = (float)(queries.first_visible(r, variant.window) - tile.start);
         rf top = rf{} - INFINITY;
         for (int64_t v = 0; v < tile.padded; v += PART_LANES) {
-            const rf scaled = load<rf>(score + v) * (CODES ? load<rf>(at.key_scales + v) : rf{} + scale);
-            const rf s = select_less(lane + (float)v, visible, scaled, rf{} - INFINITY);
+            rf scaled = load<rf>(score + v) * (CODES ? load<rf>(at.key_scales + v) : rf{} + scale);
+            if (VARIES) {
+                if (variant.softcap > 0) scaled = cap_scores(scaled, variant.softcap);
+                scaled = select_less(lane + (float)v, first, rf{} - INFINITY, scaled);
+            }
+            const rf s = select_less(lane + (float)v, end, scaled, rf{} - INFINITY);
             store(score + v, s);
             top = maximum(top, s);
         }
@@ -149,7 +176,7 @@ ALWAYS_INLINE void weigh_tile(int64_t rows, int64_t dim, Tile tile, Attention<T,
         rf total[PARTS] = {};
         for (int64_t v = 0; v < tile.padded; v += LANES)
             for (int64_t p = 0, lane = v; p < PARTS; ++p, lane += PART_LANES) {
-                rf w = exp(load<rf>(score + lane) - top);  // it is finite, because every query sees key 0
+                rf w = exp(load<rf>(score + lane) - top);  // top is finite: see attend_rows
                 total[p] += w;
                 if (CODES) w *= load<rf>(at.value_scales + lane);
                 T::put_register(at.weights + r * LEFT_ROW + lane / PER_LEFT, w);
@@ -206,11 +233,11 @@ ALWAYS_INLINE void write_rows(QueryRows queries, int64_t dim, int64_t stride, co
     }
 }
 
-// Computes softmax(scale q K^T) V for one KV head, and for some tokens of one sequence. q and out [tokens][heads][dim]
-// begin with the first of these tokens.
+// Computes softmax(scale q K^T) V, or a variant of it, for one KV head, and for some tokens of one sequence. q and out
+// [tokens][heads][dim] begin with the first of these tokens.
 template <class T, bool CODES>
 void attend_rows(const typename T::element* q, const CachedHead<T, CODES>& head, QueryRows queries, float scale,
-                 typename T::element* out) {
+                 Variant variant, typename T::element* out) {
     using P = typename CachedHead<T, CODES>::Product;
     const int64_t rows = queries.count(), group = queries.group, dim = head.dim;
     const int64_t num_keys = queries.position + queries.tokens;
@@ -221,14 +248,23 @@ void attend_rows(const typename T::element* q, const CachedHead<T, CODES>& head,
     Attention<T, P> at;
     for (int64_t t = 0; t < queries.tokens; ++t)
         put_left<T>(q + t * stride + first_head, group, dim, at.queries + t * group * LEFT_ROW);
-    std::fill_n(at.maxima, rows, -INFINITY);
+    // Every query sees key 0 in the first tile, unless there is a window. Then its maximum is finite from the start.
+    std::fill_n(at.maxima, rows, variant.window ? std::numeric_limits<float>::lowest() : -INFINITY);
     std::fill_n(at.totals, rows, 0.0f);
     std::fill_n(at.sums, rows * dim, 0.0f);
-    for (int64_t start = 0; start < num_keys; start += KEY_TILE) {
+    if (variant.sinks) {
+        for (int64_t r = 0; r < rows; ++r) at.maxima[r] = variant.sinks[head.head * group + r % group];
+        std::fill_n(at.totals, rows, 1.0f);
+    }
+    const int64_t first_key = queries.first_visible(0, variant.window);
+    const int64_t last_first_key = queries.first_visible(rows - 1, variant.window);
+    for (int64_t start = first_key / KEY_TILE * KEY_TILE; start < num_keys; start += KEY_TILE) {
         const int64_t keys = std::min<int64_t>(num_keys - start, KEY_TILE);
         const Tile tile = {start, keys, (keys + LANES - 1) / LANES * LANES};
         score_tile<T, CODES>(head, rows, tile, at);
-        find_maxima<T, CODES>(queries, tile, scale, at);
+        if (variant.softcap > 0 || start < last_first_key)
+            find_maxima<T, CODES, true>(queries, tile, scale, variant, at);
+        else find_maxima<T, CODES, false>(queries, tile, scale, variant, at);
         weigh_tile<T, CODES>(rows, dim, tile, at);
         add_values<T, CODES>(head, queries, tile, is_gathered, at);
     }
@@ -242,8 +278,9 @@ template <class T>
 void attend(const void* q, const void* keys, const void* values, const float* key_scales, const float* value_scales,
             const int32_t* block_tables, const int32_t* cu_seqlens, const int32_t* seq_lens, void* out,
             int64_t num_seqs, int64_t max_blocks, int64_t num_kv_heads, int64_t group, int64_t dim, int64_t block_size,
-            float scale) {
+            float scale, int64_t window, float softcap, const float* sinks) {
     using E = typename T::element;
+    const Variant variant = {window, softcap, sinks};
     const Cache cache = {keys, values, key_scales, value_scales};
     struct Queries { int64_t seq, first_piece; };  // first_piece: the index in `pieces` of its sequence's first piece
     const int64_t most = std::max<int64_t>(QUERY_ROWS / group, 1);
@@ -265,10 +302,10 @@ void attend(const void* q, const void* keys, const void* values, const float* ke
             const QueryRows rows = {tokens, group, position};
             if (key_scales) {
                 const CachedHead<T, true> codes = {cache, blocks, head, num_kv_heads, dim, block_size};
-                attend_rows((const E*)q + at, codes, rows, scale, (E*)out + at);
+                attend_rows((const E*)q + at, codes, rows, scale, variant, (E*)out + at);
             } else {
                 const CachedHead<T, false> elements = {cache, blocks, head, num_kv_heads, dim, block_size};
-                attend_rows((const E*)q + at, elements, rows, scale, (E*)out + at);
+                attend_rows((const E*)q + at, elements, rows, scale, variant, (E*)out + at);
             }
         }
     });

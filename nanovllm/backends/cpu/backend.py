@@ -19,7 +19,7 @@ from nanovllm.backends.steps import Steps
 from nanovllm.backends.torch_backend import pack_matrices
 from nanovllm.models.layers.embedding import LMHead, VocabParallelEmbedding
 from nanovllm.models.layers.weights import ShardedLayer
-from nanovllm.ops.attention import KVCache
+from nanovllm.ops.attention import AttentionVariant, KVCache
 from nanovllm.ops.norm_rope_store import NormRope
 from nanovllm.ops.sample import Sampled, SamplingValues
 from nanovllm.ops.step_inputs import StepInputs, empty_step_inputs
@@ -127,13 +127,21 @@ class CpuBackend(Backend):
         self.library.call("norm_rope_store", q.dtype, *inputs, q, *cache, *sizes)
         return q
 
-    def attend(self, q: Tensor, cache: KVCache, inputs: StepInputs, scale: float) -> Tensor:
+    def attend(
+        self,
+        q: Tensor,
+        cache: KVCache,
+        inputs: StepInputs,
+        scale: float,
+        variant: AttentionVariant | None = None,
+    ) -> Tensor:
         block_size, num_kv_heads, dim = cache.keys.shape[1:]
         q = q.contiguous()
         tables = inputs.block_tables.contiguous()
         out = self.scratch.empty(*q.shape, dtype=q.dtype)
         sizes = (*tables.shape, num_kv_heads, q.shape[1] // num_kv_heads, dim, block_size, scale)
-        self.library.call("attend", q.dtype, q, *cache, tables, inputs.cu_seqlens, inputs.seq_lens, out, *sizes)
+        steps = (tables, inputs.cu_seqlens, inputs.seq_lens)
+        self.library.call("attend", q.dtype, q, *cache, *steps, out, *sizes, *_to_arguments(variant))
         return out
 
     def step_inputs(
@@ -168,6 +176,14 @@ class CpuBackend(Backend):
         inputs = (logits.contiguous(), token_ids.to(torch.int32).contiguous())
         self.library.call("token_logprobs", logits.dtype, *inputs, *found, *logits.shape)
         return found
+
+
+def _to_arguments(variant: AttentionVariant | None) -> tuple[int, float, Tensor | None]:
+    """Return a variant as the kernel takes it. Zeros and None stand for plain attention."""
+    if variant is None:
+        return 0, 0.0, None
+    sinks = None if variant.sinks is None else variant.sinks.float().contiguous()
+    return variant.window or 0, variant.softcap or 0.0, sinks
 
 
 def _is_wide(weight: Tensor) -> bool:

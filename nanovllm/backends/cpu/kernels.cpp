@@ -44,10 +44,11 @@ EXPORT(combine, (y, weights, places, shared, gate, out, tokens, k, size, gate_st
        const void* y, const float* weights, const int32_t* places, const void* shared, const void* gate, void* out,
        int64_t tokens, int64_t k, int64_t size, int64_t gate_stride)
 EXPORT(attend, (q, k, v, k_scales, v_scales, tables, cu_seqlens, lens, out, seqs, max_blocks, kv_heads, group, dim,
-       block_size, scale),
+       block_size, scale, window, softcap, sinks),
        const void* q, const void* k, const void* v, const float* k_scales, const float* v_scales,
        const int32_t* tables, const int32_t* cu_seqlens, const int32_t* lens, void* out, int64_t seqs,
-       int64_t max_blocks, int64_t kv_heads, int64_t group, int64_t dim, int64_t block_size, float scale)
+       int64_t max_blocks, int64_t kv_heads, int64_t group, int64_t dim, int64_t block_size, float scale,
+       int64_t window, float softcap, const float* sinks)
 EXPORT(add_rms_norm, (x, residual, weight, y, sum, rows, size, is_wide, eps),
        const void* x, const void* residual, const void* weight, void* y, void* sum, int64_t rows, int64_t size,
        int64_t is_wide, float eps)
@@ -95,7 +96,8 @@ void edit_logits_float32(int64_t threads, float* logits, const int32_t* indices,
 }
 
 // Makes the inputs of a step from a plan and the tables of all rows. The planned id -1 stands for the row's last token.
-// A token of the padding row gets the slot -1. The planned ids are as many as num_scheduled sums to.
+// A token of the padding row gets the slot -1. The planned ids are as many as num_scheduled sums to. Of the block tables,
+// which are as long as the longest sequence may be, only the entries that a sequence has are copied: nobody reads others.
 // The reference is `step_inputs_reference` in ops/step_inputs.py.
 void step_inputs(int64_t, const int32_t* rows, const int32_t* num_computed, const int32_t* num_scheduled,
                  const int32_t* planned_ids, const int32_t* tables, const int32_t* last_token, int32_t* token_ids,
@@ -106,7 +108,8 @@ void step_inputs(int64_t, const int32_t* rows, const int32_t* num_computed, cons
         const int32_t row = rows[s], *table = tables + row * width;
         cu_seqlens[s] = t;
         seq_lens[s] = num_computed[s] + num_scheduled[s];
-        std::copy_n(table, width, block_tables + s * width);
+        const int64_t count = (seq_lens[s] + block_size - 1) / block_size;
+        std::copy_n(table, std::min(count, width), block_tables + s * width);
         for (int32_t position = num_computed[s]; position < seq_lens[s]; ++position, ++t) {
             token_ids[t] = planned_ids[t] < 0 ? last_token[row] : planned_ids[t];
             positions[t] = position;

@@ -1,4 +1,5 @@
-"""The end of a chunk in decode attention: its output is stored, and the last program of a sequence merges its chunks.
+"""The beginning and the end of a chunk in decode attention. At its end its output is stored, and the last program of a
+sequence merges the sequence's chunks.
 
 The reference is `attend_reference` in ops/attention.py.
 """
@@ -7,10 +8,40 @@ from nanovllm.backends.gpu.triton_shim import tl, triton
 
 
 @triton.jit
-def _merge(out_row_ptr, partials, first, num_parts, head, num_heads, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr):
+def find_chunk(items_ptr, first_item_ptr, item, TILE: tl.constexpr, WINDOW: tl.constexpr):
+    """Return a chunk's sequence, its first and end key, the number of the sequence's chunks, and the first visible key.
+
+    With a WINDOW, tiles before the first visible key are left out. A chunk that ends before it has no keys then.
+    """
+    seq = tl.load(items_ptr + item * 4).to(tl.int64)
+    begin = tl.load(items_ptr + item * 4 + 1)
+    end = tl.load(items_ptr + item * 4 + 2)
+    num_parts = tl.load(items_ptr + item * 4 + 3)
+    visible = 0
+    if WINDOW is not None:
+        last_item = tl.load(first_item_ptr + seq + 1) - 1
+        seq_len = tl.load(items_ptr + last_item * 4 + 2)
+        visible = tl.maximum(seq_len - WINDOW, 0)
+        begin = tl.maximum(begin, visible // TILE * TILE)
+    return seq, begin, end, num_parts, visible
+
+
+@triton.jit
+def _merge(
+    out_row_ptr,
+    partials,
+    first,
+    num_parts,
+    head,
+    num_heads,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    MAY_LACK_KEYS: tl.constexpr,
+):
     """Merge a sequence's chunks, PARTS at a time, in their order: it makes no difference which program ended last.
 
-    At most the first of several chunks has no keys, so `new_highest` is finite (PARTS is at least 2).
+    At most the first of several chunks has no keys, so `new_highest` is finite (PARTS is at least 2). With a window,
+    however, more of them MAY_LACK_KEYS.
     """
     partial_out_ptr, partial_lse_ptr = partials
     MEMBERS: tl.constexpr = triton.next_power_of_2(GROUP)
@@ -30,7 +61,7 @@ def _merge(out_row_ptr, partials, first, num_parts, head, num_heads, GROUP: tl.c
         offset = row[:, :, None] * HEAD_DIM + dim[None, None, :]
         out = tl.load(partial_out_ptr + offset, mask=exists[:, :, None], other=0.0, cache_modifier=".cg")
         new_highest = tl.maximum(highest, tl.max(lse, 0))
-        origin = tl.where(is_query, new_highest, 0.0)
+        origin = tl.where(new_highest > float("-inf") if MAY_LACK_KEYS else is_query, new_highest, 0.0)
         weights = tl.exp2(lse - origin[None, :])
         shrink = tl.exp2(highest - origin)
         acc = acc * shrink[:, None] + tl.sum(out * weights[:, :, None], 0)
@@ -42,7 +73,18 @@ def _merge(out_row_ptr, partials, first, num_parts, head, num_heads, GROUP: tl.c
 
 @triton.jit
 def finish_chunk(
-    out_ptr, acc, highest, total, merge_pointers, item, seq, num_parts, head, num_heads, GROUP: tl.constexpr
+    out_ptr,
+    acc,
+    highest,
+    total,
+    merge_pointers,
+    item,
+    seq,
+    num_parts,
+    head,
+    num_heads,
+    GROUP: tl.constexpr,
+    MAY_LACK_KEYS: tl.constexpr,
 ):
     """Norm and store a chunk's output. The last program of a sequence to get here merges the sequence's chunks.
 
@@ -73,4 +115,4 @@ def finish_chunk(
             tl.store(arrivals_ptr + seq, 0)
             first = tl.load(first_item_ptr + seq)
             partials = (partial_out_ptr, partial_lse_ptr)
-            _merge(out_row_ptr, partials, first, num_parts, head, num_heads, GROUP, HEAD_DIM)
+            _merge(out_row_ptr, partials, first, num_parts, head, num_heads, GROUP, HEAD_DIM, MAY_LACK_KEYS)

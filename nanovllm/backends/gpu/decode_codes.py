@@ -13,9 +13,9 @@ In their assembly $2 is a register with two pairs, $0 gets their low bytes, and 
 The references are `attend_reference` in ops/attention.py and ops/kv_codes.py.
 """
 
-from nanovllm.backends.gpu.decode_chunks import finish_chunk
+from nanovllm.backends.gpu.decode_chunks import find_chunk, finish_chunk
 from nanovllm.backends.gpu.launch import wait_for_predecessor
-from nanovllm.backends.gpu.online_softmax import update_softmax
+from nanovllm.backends.gpu.online_softmax import cap_scores, start_softmax, update_softmax
 from nanovllm.backends.gpu.triton_shim import INTERPRETED, tl, triton
 
 _IS_COMPILED = tl.constexpr(not INTERPRETED)
@@ -99,7 +99,7 @@ def _unpack_codes(pairs, TYPE: tl.constexpr, IS_FP8: tl.constexpr):
     return low, high
 
 
-@triton.jit(do_not_specialize=["num_seqs"])
+@triton.jit(do_not_specialize=["num_seqs"], do_not_specialize_on_alignment=["sinks_ptr"])
 def split_codes_kernel(
     q_ptr,
     k_cache_ptr,
@@ -114,6 +114,7 @@ def split_codes_kernel(
     arrivals_ptr,
     partial_out_ptr,
     partial_lse_ptr,
+    sinks_ptr,
     scale_log2,
     num_seqs,
     q_stride,
@@ -125,6 +126,8 @@ def split_codes_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     IS_FP8: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -144,15 +147,12 @@ def split_codes_kernel(
     k_offset = key[None, :] * token_stride + pair[:, None]
     v_offset = key[:, None] * token_stride + pair[None, :]
     for item in tl.range(tl.load(share_begins_ptr + program), tl.load(share_begins_ptr + program + 1)):
-        seq = tl.load(items_ptr + item * 4).to(tl.int64)
-        begin = tl.load(items_ptr + item * 4 + 1)
-        end = tl.load(items_ptr + item * 4 + 2)
-        num_parts = tl.load(items_ptr + item * 4 + 3)
+        seq, begin, end, num_parts, visible = find_chunk(items_ptr, first_item_ptr, item, TILE, WINDOW)
         q_even = tl.load(q_ptr + seq * q_stride + offset, mask=is_query, other=0.0)
         q_odd = tl.load(q_ptr + seq * q_stride + offset + 1, mask=is_query, other=0.0)
         table_ptr = block_tables_ptr + seq * table_stride
-        highest = tl.full([ROWS], float("-inf"), tl.float32)
-        total = tl.zeros([ROWS], tl.float32)
+        has_sink = (row < GROUP) & (tl.load(first_item_ptr + seq) == item)
+        highest, total = start_softmax(sinks_ptr, head * GROUP + row, has_sink)
         even = tl.zeros([ROWS, HALF], tl.float32)
         odd = tl.zeros([ROWS, HALF], tl.float32)
         page = tl.load(table_ptr + begin // BLOCK_SIZE)  # one tile ahead, as in _split_kernel
@@ -161,6 +161,8 @@ def split_codes_kernel(
             scale_place = (page.to(tl.int64) * tl.num_programs(0) + head) * BLOCK_SIZE + start % BLOCK_SIZE + key
             page = tl.load(table_ptr + (start + TILE) // BLOCK_SIZE, mask=start + TILE < end, other=0)
             valid = start + key < end
+            if WINDOW is not None:
+                valid &= start + key >= visible
             k = tl.load(k_cache_ptr + place + k_offset)
             v = tl.load(v_cache_ptr + place + v_offset, mask=valid[:, None], other=0)
             k_scales = tl.load(k_scales_ptr + scale_place, mask=valid, other=0.0)
@@ -168,8 +170,10 @@ def split_codes_kernel(
             k_even, k_odd = _unpack_codes(k, TYPE, IS_FP8)
             scores = tl.dot(q_even, k_even, input_precision="ieee")
             scores = tl.dot(q_odd, k_odd, scores, input_precision="ieee")
-            scores = tl.where(valid[None, :], scores * (k_scales * scale_log2)[None, :], float("-inf"))
-            highest, total, weights, shrink = update_softmax(scores, highest, total)
+            scores = cap_scores(scores * (k_scales * scale_log2)[None, :], SOFTCAP)
+            scores = tl.where(valid[None, :], scores, float("-inf"))
+            # The first tile of a chunk has a visible key.
+            highest, total, weights, shrink = update_softmax(scores, highest, total, MAY_LACK_KEYS=False)
             weights = (weights * v_scales[None, :]).to(TYPE)
             v_even, v_odd = _unpack_codes(v, TYPE, IS_FP8)
             even = tl.dot(weights, v_even, even * shrink[:, None], input_precision="ieee")
@@ -177,4 +181,5 @@ def split_codes_kernel(
 
         merge_pointers = (first_item_ptr, arrivals_ptr + head * num_seqs, partial_out_ptr, partial_lse_ptr)
         acc = tl.interleave(even, odd)
-        finish_chunk(out_ptr, acc, highest, total, merge_pointers, item, seq, num_parts, head, num_heads, GROUP)
+        numbers = (item, seq, num_parts, head, num_heads)
+        finish_chunk(out_ptr, acc, highest, total, merge_pointers, *numbers, GROUP, MAY_LACK_KEYS=WINDOW is not None)

@@ -1,13 +1,14 @@
 """Attention by the flash-attn package (Dao 2023, https://arxiv.org/abs/2307.08691). The rest is our Triton kernels."""
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from nanovllm.backends.gpu.triton_backend import TritonBackend
-from nanovllm.ops.attention import KVCache
+from nanovllm.ops.attention import AttentionVariant, KVCache
 from nanovllm.ops.step_inputs import StepInputs
 
 
@@ -16,6 +17,7 @@ class FlashAttnBackend(TritonBackend):
 
     name = "flash_attn"
     dtypes = (torch.float16, torch.bfloat16)
+    variants = ("window", "softcap")
     block_sizes = (256, 512, 1024, 2048, 4096)
     default_block_size = 256
     runs_on_fake_tensors = False
@@ -60,7 +62,16 @@ class FlashAttnBackend(TritonBackend):
         }
         return replace(inputs, prepared=prefills)
 
-    def attend(self, q: Tensor, cache: KVCache, inputs: StepInputs, scale: float) -> Tensor:
+    def attend(
+        self, q: Tensor, cache: KVCache, inputs: StepInputs, scale: float, variant: AttentionVariant | None = None
+    ) -> Tensor:
+        options: dict[str, Any] = {"softmax_scale": scale, "causal": True}
+        if variant is not None:
+            assert variant.sinks is None, "resolve.py chooses no backend without sinks for a model that has them"
+            if variant.window is not None:
+                options["window_size"] = (variant.window - 1, 0)  # how many keys before a query's own, and after it
+            if variant.softcap is not None:
+                options["softcap"] = variant.softcap
         decodes = inputs.num_decodes
         parts = []
         if decodes:
@@ -69,8 +80,7 @@ class FlashAttnBackend(TritonBackend):
                 *cache[:2],
                 cache_seqlens=inputs.seq_lens[:decodes],
                 block_table=inputs.block_tables[:decodes],
-                softmax_scale=scale,
-                causal=True,
+                **options,
             )
             parts.append(attended.squeeze(1))
         if inputs.prepared is not None:
@@ -78,9 +88,8 @@ class FlashAttnBackend(TritonBackend):
                 q[decodes:],
                 *cache[:2],
                 **inputs.prepared,
-                softmax_scale=scale,
-                causal=True,
                 block_table=inputs.block_tables[decodes:],
+                **options,
             )
             parts.append(attended)
         return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -1,6 +1,6 @@
 """Launches Triton kernels. They are compiled once, in parallel if they are known beforehand, and launched directly."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -15,12 +15,15 @@ from nanovllm.utils.progress import hide_unless
 
 
 class Launch(NamedTuple):
-    """One launch. args are all pointers, then numbers; config is the constexprs, then options such as num_warps."""
+    """One launch. args are all pointers, then numbers; config is the constexprs, then options such as num_warps.
+
+    A pointer may be None: then no code that reads it is compiled.
+    """
 
     kernel: Any
     grid: tuple[int, ...]
     args: tuple[Any, ...]
-    config: dict[str, int]
+    config: Mapping[str, float | None]
 
 
 _compiled: dict[tuple[Any, ...], tuple[Any, ...]] = {}
@@ -49,7 +52,7 @@ def _dependent_launches(device: int) -> dict[str, int]:
     return {"PDL": has_it, "launch_pdl": has_it}
 
 
-def launch(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], config: dict[str, int]) -> None:
+def launch(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], config: Mapping[str, float | None]) -> None:
     """Do what `kernel[grid](*args, **config)` does, in less than half of the 10 microseconds that Triton takes for it.
 
     At each launch Triton derives anew which variant of a kernel it needs. Here a key says it: the constexprs, the
@@ -76,7 +79,7 @@ def launch(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], config: di
     if bits % 16:
         kernel[grid](*args, **config)
         return
-    types = [pointer.dtype for pointer in args[:pointers]]
+    types = [None if pointer is None else pointer.dtype for pointer in args[:pointers]]
     key = (kernel.__name__, device, *config.values(), *types, *[args[i] for i in numbers])
     found = _compiled.get(key)
     if found is None:
@@ -119,7 +122,7 @@ def compile_launches(show_progress: bool) -> Iterator[None]:
 
     def begin(one: Launch) -> None:
         pointers, _, numbers, _ = get_parameters(one.kernel)
-        types = tuple(arg.dtype for arg in one.args[:pointers])
+        types = tuple(None if arg is None else arg.dtype for arg in one.args[:pointers])
         key = (one.kernel.__name__, *one.config.values(), *types, *(one.args[i] for i in numbers))
         if key in begun:
             return

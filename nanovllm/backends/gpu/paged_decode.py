@@ -20,13 +20,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nanovllm.backends.gpu.decode_chunks import finish_chunk
+from nanovllm.backends.gpu.decode_chunks import find_chunk, finish_chunk
 from nanovllm.backends.gpu.decode_codes import split_codes_kernel
 from nanovllm.backends.gpu.launch import launch, wait_for_predecessor
-from nanovllm.backends.gpu.online_softmax import update_softmax
+from nanovllm.backends.gpu.online_softmax import cap_scores, read_variant, start_softmax, update_softmax
 from nanovllm.backends.gpu.paged_cache import list_pairs, list_parts
 from nanovllm.backends.gpu.triton_shim import next_power_of_2, num_multiprocessors, shared_memory_kib, tl, triton
-from nanovllm.ops.attention import KVCache
+from nanovllm.ops.attention import AttentionVariant, KVCache
 
 MIN_SHARE = 128
 """Keys of a share at least: with fewer, a program's start costs more than its reading. The start of a sequence counts
@@ -87,7 +87,7 @@ def _share_kernel(
         tl.store(arrivals_ptr + head * num_seqs + seq, tl.zeros([MAX_SEQS], tl.int32), mask=exists)
 
 
-@triton.jit(do_not_specialize=["num_seqs"])
+@triton.jit(do_not_specialize=["num_seqs"], do_not_specialize_on_alignment=["sinks_ptr"])
 def _split_kernel(
     q_ptr,
     k_cache_ptr,
@@ -100,6 +100,7 @@ def _split_kernel(
     arrivals_ptr,
     partial_out_ptr,
     partial_lse_ptr,
+    sinks_ptr,
     scale_log2,
     num_seqs,
     q_stride,
@@ -111,6 +112,8 @@ def _split_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     PDL: tl.constexpr,
 ):
     # Grid (num_kv_heads, num_programs).
@@ -130,14 +133,11 @@ def _split_kernel(
     k_offset = key[None, :] * token_stride + dim[:, None]
     v_offset = key[:, None] * token_stride + dim[None, :]
     for item in tl.range(tl.load(share_begins_ptr + program), tl.load(share_begins_ptr + program + 1)):
-        seq = tl.load(items_ptr + item * 4).to(tl.int64)
-        begin = tl.load(items_ptr + item * 4 + 1)
-        end = tl.load(items_ptr + item * 4 + 2)
-        num_parts = tl.load(items_ptr + item * 4 + 3)
+        seq, begin, end, num_parts, visible = find_chunk(items_ptr, first_item_ptr, item, TILE, WINDOW)
         q = tl.load(q_ptr + seq * q_stride + offset, mask=is_query[:, None], other=0.0)
         table_ptr = block_tables_ptr + seq * table_stride
-        highest = tl.full([ROWS], float("-inf"), tl.float32)
-        total = tl.zeros([ROWS], tl.float32)
+        has_sink = is_query & (tl.load(first_item_ptr + seq) == item)
+        highest, total = start_softmax(sinks_ptr, head * GROUP + row, has_sink)
         acc = tl.zeros([ROWS, HEAD_DIM], tl.float32)
         # The page's number is loaded one tile ahead. A load whose address depends on a load of the same iteration would
         # take the pipeline's stages for itself and leave none to K and V.
@@ -146,15 +146,20 @@ def _split_kernel(
             place = page.to(tl.int64) * page_stride + head * head_stride + (start % BLOCK_SIZE) * token_stride
             page = tl.load(table_ptr + (start + TILE) // BLOCK_SIZE, mask=start + TILE < end, other=0)
             valid = start + key < end
+            if WINDOW is not None:
+                valid &= start + key >= visible
             k = tl.load(k_cache_ptr + place + k_offset)
             # Masked, because 0 * NaN from a stale slot would be NaN.
             v = tl.load(v_cache_ptr + place + v_offset, mask=valid[:, None], other=0.0)
-            scores = tl.where(valid[None, :], tl.dot(q, k, input_precision="ieee") * scale_log2, float("-inf"))
-            highest, total, weights, shrink = update_softmax(scores, highest, total)
+            scores = cap_scores(tl.dot(q, k, input_precision="ieee") * scale_log2, SOFTCAP)
+            scores = tl.where(valid[None, :], scores, float("-inf"))
+            # The first tile of a chunk has a visible key.
+            highest, total, weights, shrink = update_softmax(scores, highest, total, MAY_LACK_KEYS=False)
             acc = tl.dot(weights.to(q.dtype), v, acc * shrink[:, None], input_precision="ieee")
 
         merge_pointers = (first_item_ptr, arrivals_ptr + head * num_seqs, partial_out_ptr, partial_lse_ptr)
-        finish_chunk(out_ptr, acc, highest, total, merge_pointers, item, seq, num_parts, head, num_heads, GROUP)
+        numbers = (item, seq, num_parts, head, num_heads)
+        finish_chunk(out_ptr, acc, highest, total, merge_pointers, *numbers, GROUP, MAY_LACK_KEYS=WINDOW is not None)
 
 
 def key_tile(head_dim: int, block_size: int, itemsize: int) -> int:
@@ -259,7 +264,13 @@ def decode_metadata(seq_lens: Tensor, cache: KVCache, num_heads: int) -> DecodeM
 
 
 def paged_decode(
-    q: Tensor, cache: KVCache, block_tables: Tensor, metadata: DecodeMetadata, scale: float, out: Tensor
+    q: Tensor,
+    cache: KVCache,
+    block_tables: Tensor,
+    metadata: DecodeMetadata,
+    scale: float,
+    out: Tensor,
+    variant: AttentionVariant | None = None,
 ) -> None:
     """Attend row i of q to the keys of sequence i, for the sequences of metadata; sequences of length 0 get zeros.
 
@@ -268,14 +279,15 @@ def paged_decode(
     """
     num_seqs, num_heads, head_dim = q.shape
     block_size, num_kv_heads = cache.keys.shape[1:3]
-    config = split_config(num_heads // num_kv_heads, head_dim, block_size, cache.keys.element_size())
+    constants, sinks = read_variant(variant)
+    config = split_config(num_heads // num_kv_heads, head_dim, block_size, cache.keys.element_size()) | constants
     sizes = (scale * math.log2(math.e), num_seqs, q.stride(0), block_tables.stride(0))
     grid = (num_kv_heads, len(metadata.share_begins) - 1)
     if cache.key_scales is None:
         (keys, values, *_), strides = list_parts(cache)
-        args = (q, keys, values, out, block_tables, *metadata, *sizes, *strides)
+        args = (q, keys, values, out, block_tables, *metadata, sinks, *sizes, *strides)
         launch(_split_kernel, grid, args, config)
     else:
         pointers, strides = list_pairs(cache)
-        args = (q, *pointers, out, block_tables, *metadata, *sizes, *strides)
+        args = (q, *pointers, out, block_tables, *metadata, sinks, *sizes, *strides)
         launch(split_codes_kernel, grid, args, config | {"IS_FP8": cache.keys.dtype != torch.int8})

@@ -8,11 +8,11 @@ import math
 from torch import Tensor
 
 from nanovllm.backends.gpu.launch import launch, wait_for_predecessor
-from nanovllm.backends.gpu.online_softmax import update_softmax
+from nanovllm.backends.gpu.online_softmax import cap_scores, read_variant, start_softmax, update_softmax
 from nanovllm.backends.gpu.paged_cache import list_parts
 from nanovllm.backends.gpu.paged_decode import key_tile
 from nanovllm.backends.gpu.triton_shim import next_power_of_2, shared_memory_kib, tl, triton
-from nanovllm.ops.attention import KVCache
+from nanovllm.ops.attention import AttentionVariant, KVCache
 
 
 @triton.jit
@@ -34,7 +34,20 @@ def find_sequence(cu_seqlens_ptr, num_seqs, tile, TOKENS: tl.constexpr, SEARCH: 
 
 
 @triton.jit
-def _accumulate(q, k, v, scales, scale_log2, allowed, highest, total, acc, MASKED: tl.constexpr):
+def _accumulate(
+    q,
+    k,
+    v,
+    scales,
+    scale_log2,
+    allowed,
+    highest,
+    total,
+    acc,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    MASKED: tl.constexpr,
+):
     """Attend to one more tile of keys.
 
     Codes become q's type, which is exact.
@@ -53,9 +66,10 @@ def _accumulate(q, k, v, scales, scale_log2, allowed, highest, total, acc, MASKE
         scores *= (k_scales * scale_log2)[None, :]
     else:
         scores *= scale_log2
+    scores = cap_scores(scores, SOFTCAP)
     if MASKED:
         scores = tl.where(allowed, scores, float("-inf"))
-    highest, total, weights, shrink = update_softmax(scores, highest, total)
+    highest, total, weights, shrink = update_softmax(scores, highest, total, MAY_LACK_KEYS=WINDOW is not None)
     if CODES:
         weights *= v_scales[None, :]
     acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc * shrink[:, None], input_precision="ieee")
@@ -65,7 +79,7 @@ def _accumulate(q, k, v, scales, scale_log2, allowed, highest, total, acc, MASKE
 @triton.jit(
     do_not_specialize=["num_seqs", "num_kv_heads"],
     # In a mixed step these begin behind the decodes, at any address. Triton must not compile a variant for each.
-    do_not_specialize_on_alignment=["cu_seqlens_ptr", "seq_lens_ptr", "block_tables_ptr"],
+    do_not_specialize_on_alignment=["cu_seqlens_ptr", "seq_lens_ptr", "block_tables_ptr", "sinks_ptr"],
 )
 def _prefill_kernel(
     q_ptr,
@@ -77,6 +91,7 @@ def _prefill_kernel(
     cu_seqlens_ptr,
     seq_lens_ptr,
     block_tables_ptr,
+    sinks_ptr,
     scale_log2,
     num_seqs,
     num_kv_heads,
@@ -91,6 +106,8 @@ def _prefill_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     PDL: tl.constexpr,
 ):
     # Grid ((num_tokens / TOKENS + num_seqs) x num_kv_heads,): one dimension, because the second one ends at 65,535.
@@ -123,35 +140,43 @@ def _prefill_kernel(
     k_tile_ptr = k_cache_ptr + head * head_stride + key[None, :] * token_stride + dim[:, None]
     v_tile_ptr = v_cache_ptr + head * head_stride + key[:, None] * token_stride + dim[None, :]
     table_ptr = block_tables_ptr + seq.to(tl.int64) * table_stride
-    highest = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
+    highest, total = start_softmax(sinks_ptr, head * GROUP + member, member < GROUP)
     acc = tl.zeros([ROWS, HEAD_DIM], tl.float32)
 
-    # Every query of the tile sees the keys in [0, diagonal), so they need no mask. Some see those in [diagonal, end).
+    # Every query of the tile sees the keys in [inner, diagonal), so they need no mask. Some queries see those in
+    # [diagonal, end) and, if there is a window, those in [begin, inner).
     first_position = seq_len - query_len + first_token
     diagonal = (first_position + 1) // TILE * TILE
     end = tl.minimum(first_position + TOKENS, seq_len)
+    begin = 0
+    inner = 0
+    if WINDOW is not None:
+        begin = tl.maximum(first_position - WINDOW + 1, 0) // TILE * TILE
+        inner = tl.minimum(tl.cdiv(tl.maximum(end - WINDOW, 0), TILE) * TILE, diagonal)
     # The page's number is loaded one tile ahead, as in paged_decode.py.
-    page = tl.load(table_ptr)
-    for start in tl.range(0, diagonal, TILE):
-        place = page.to(tl.int64) * page_stride + (start % BLOCK_SIZE) * token_stride
-        scale_place = (page.to(tl.int64) * num_kv_heads + head) * BLOCK_SIZE + start % BLOCK_SIZE + key
-        page = tl.load(table_ptr + (start + TILE) // BLOCK_SIZE, mask=start + TILE < end, other=0)
-        k = tl.load(k_tile_ptr + place)
-        v = tl.load(v_tile_ptr + place)
-        scales = (k_scales_ptr + scale_place, v_scales_ptr + scale_place, key >= 0)
-        highest, total, acc = _accumulate(q, k, v, scales, scale_log2, True, highest, total, acc, MASKED=False)
-    for start in tl.range(diagonal, end, TILE):
-        place = page.to(tl.int64) * page_stride + (start % BLOCK_SIZE) * token_stride
-        scale_place = (page.to(tl.int64) * num_kv_heads + head) * BLOCK_SIZE + start % BLOCK_SIZE + key
-        page = tl.load(table_ptr + (start + TILE) // BLOCK_SIZE, mask=start + TILE < end, other=0)
-        k = tl.load(k_tile_ptr + place)
-        # Slots beyond the sequence may be stale, and 0 * NaN is NaN.
-        is_used = start + key < seq_len
-        v = tl.load(v_tile_ptr + place, mask=is_used[:, None], other=0.0)
-        allowed = (start + key)[None, :] <= position
-        scales = (k_scales_ptr + scale_place, v_scales_ptr + scale_place, is_used)
-        highest, total, acc = _accumulate(q, k, v, scales, scale_log2, allowed, highest, total, acc, MASKED=True)
+    page = tl.load(table_ptr + begin // BLOCK_SIZE)
+    edges = (begin, inner, diagonal, end)
+    for part in tl.static_range(1 if WINDOW is None else 0, 3):
+        for start in tl.range(edges[part], edges[part + 1], TILE):
+            place = page.to(tl.int64) * page_stride + (start % BLOCK_SIZE) * token_stride
+            scale_place = (page.to(tl.int64) * num_kv_heads + head) * BLOCK_SIZE + start % BLOCK_SIZE + key
+            page = tl.load(table_ptr + (start + TILE) // BLOCK_SIZE, mask=start + TILE < end, other=0)
+            k = tl.load(k_tile_ptr + place)
+            if part != 1:
+                # Slots beyond the sequence may be stale, and 0 * NaN is NaN.
+                is_used = start + key < seq_len
+                v = tl.load(v_tile_ptr + place, mask=is_used[:, None], other=0.0)
+                allowed = (start + key)[None, :] <= position
+                if WINDOW is not None:
+                    allowed &= (start + key)[None, :] > position - WINDOW
+            else:
+                is_used = key >= 0
+                v = tl.load(v_tile_ptr + place)
+                allowed = True
+            scales = (k_scales_ptr + scale_place, v_scales_ptr + scale_place, is_used)
+            highest, total, acc = _accumulate(
+                q, k, v, scales, scale_log2, allowed, highest, total, acc, WINDOW, SOFTCAP, MASKED=part != 1
+            )
 
     out_row = out_ptr + token_row * (num_kv_heads * GROUP * HEAD_DIM)
     tl.store(out_row + offset, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=is_query)
@@ -203,6 +228,7 @@ def paged_prefill(
     num_tokens: int,
     scale: float,
     out: Tensor,
+    variant: AttentionVariant | None = None,
 ) -> None:
     """Attend the last query tokens of each sequence to all of its keys up to themselves.
 
@@ -215,9 +241,10 @@ def paged_prefill(
     num_seqs = seq_lens.shape[0]
     itemsizes = (q.element_size(), cache.keys.element_size())
     config = prefill_config(num_heads // num_kv_heads, head_dim, block_size, *itemsizes, shared_memory_kib(q.device))
+    constants, sinks = read_variant(variant)
     pointers, strides = list_parts(cache)
-    sequences = (cu_seqlens_q, seq_lens, block_tables)
+    sequences = (cu_seqlens_q, seq_lens, block_tables, sinks)
     sizes = (scale * math.log2(math.e), num_seqs, num_kv_heads, q.stride(0), block_tables.stride(0))
     args = (q, *pointers, out, *sequences, *sizes, *strides)
     num_tiles = num_tokens // config["TOKENS"] + num_seqs
-    launch(_prefill_kernel, (num_tiles * num_kv_heads,), args, config)
+    launch(_prefill_kernel, (num_tiles * num_kv_heads,), args, config | constants)

@@ -17,7 +17,7 @@ from nanovllm.backends.gpu.sample_filter import SAMPLING_VALUES
 from nanovllm.backends.gpu.step_inputs import step_inputs
 from nanovllm.backends.gpu.token_logprobs import token_logprobs
 from nanovllm.backends.gpu.triton_shim import INTERPRETED
-from nanovllm.ops.attention import KVCache
+from nanovllm.ops.attention import AttentionVariant, KVCache
 from nanovllm.ops.step_inputs import StepInputs
 
 
@@ -58,17 +58,20 @@ class TritonKernels(Backend):
             return inputs
         return replace(inputs, prepared=decode_metadata(inputs.seq_lens[:decodes], cache, num_heads))
 
-    def attend(self, q: Tensor, cache: KVCache, inputs: StepInputs, scale: float) -> Tensor:
+    def attend(
+        self, q: Tensor, cache: KVCache, inputs: StepInputs, scale: float, variant: AttentionVariant | None = None
+    ) -> Tensor:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         decodes = inputs.num_decodes
         seq_lens = inputs.seq_lens
         block_tables = inputs.block_tables
         if decodes:
             assert inputs.prepared is not None, "prepare_attention was not called"
-            paged_decode(q[:decodes], cache, block_tables[:decodes], inputs.prepared, scale, out[:decodes])
+            tables = block_tables[:decodes]
+            paged_decode(q[:decodes], cache, tables, inputs.prepared, scale, out[:decodes], variant)
         if seq_lens.shape[0] > decodes:
             prefills = (inputs.cu_seqlens[decodes:], seq_lens[decodes:], block_tables[decodes:])
-            paged_prefill(q, cache, *prefills, num_tokens=q.shape[0] - decodes, scale=scale, out=out)
+            paged_prefill(q, cache, *prefills, num_tokens=q.shape[0] - decodes, scale=scale, out=out, variant=variant)
         return out
 
 

@@ -121,9 +121,9 @@ def serve(engine: Any, send: Callable[..., None], inbox: "SimpleQueue[Any]") -> 
                 engine.abort_all()
                 send(is_aborting=False, stats=engine.stats())
                 continue
-            number, token_ids, params, seed, text = message
+            number, token_ids, params, seed, text, limit = message
             request = engine.prepare(token_ids, replace(params, seed=seed), text)
-            engine.add(replace(request, numbers=(0, number)))  # the first number would only make a seed
+            engine.add(replace(request, numbers=(0, number), max_len=limit))  # the first number would only make a seed
         ended = [(seq.seq_id, engine.make_output(seq)) for seq in engine.step()]
         if ended or time.monotonic() > sent_at + INTERVAL:
             send(ended=ended, stats=engine.stats())

@@ -330,7 +330,7 @@ class ReplicatedEngine(LLMEngine):
                     break
                 replica.sequences[seq.seq_id] = seq
                 replica.load += num_rows
-                replica.send((seq.seq_id, seq.prompt_token_ids, seq.params, seq.seed, seq.prompt))
+                replica.send((seq.seq_id, seq.prompt_token_ids, seq.params, seq.seed, seq.prompt, seq.limit))
             waiting.popleft()
 
     def _receive(self) -> list[Sequence]:
@@ -426,7 +426,9 @@ def load_replicas(
         group.start(share_machine(asked))
         first: Any = group.replicas[0]
         # Drafts are the replicas' business.
+        lengths = [replica.config.max_model_len for replica in group.replicas if replica.config is not None]
         config = replace(first.config, data_parallel_size=asked.data_parallel_size, speculative_config=None)
+        config = replace(config, max_model_len=min(lengths))  # their pools may differ by some blocks
         tokenizer = Tokenizer.find(folder, config.max_model_len)
         engine = assemble(config, facts, tokenizer, group, first.stats["num_blocks"], ReplicatedEngine)
     except BaseException:

@@ -13,6 +13,7 @@ both models agree on the logits, they draw the same tokens.
 """
 
 import json
+import logging
 from array import array
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
@@ -40,7 +41,7 @@ from nanovllm.engine.scheduled_step import ScheduledStep
 from nanovllm.engine.sequence import Sequence
 from nanovllm.features.drafts.costs import PlanRunner
 from nanovllm.models.headers import fit_to_checkpoint
-from nanovllm.models.model_config import load_model_config
+from nanovllm.models.model_config import limit_length, load_model_config
 from nanovllm.models.sizes import Sizes
 from nanovllm.runner.resolve import resolve
 from nanovllm.text.tokenizer import Tokenizer
@@ -48,6 +49,8 @@ from nanovllm.utils.checks import quote
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+
+logger = logging.getLogger(__name__)
 
 ALIKE = ("dtype", "kv_cache_dtype", "device", "attention_backend", "max_num_seqs", "max_model_len")
 """The options that a draft model shares with the model, once they are resolved."""
@@ -91,6 +94,9 @@ def find_draft(
             kvcache_block_size=config.block_size,
             **{name: getattr(config, name) for name in ALIKE},
         )
+        if not config.has_given_length:
+            config = fit_length_to_draft(config, limit_length(hf_config, None), name)
+            wanted = replace(wanted, max_model_len=config.max_model_len)
         own = replace(resolve(wanted, hf_config, sizes), use_graphs=False)  # their memory is not measured
         if own.max_model_len < config.max_model_len:
             raise ValueError(
@@ -106,6 +112,22 @@ def find_draft(
         "folder": None if folder is None or own.load_format == "dummy" else str(folder),
     }
     return replace(config, draft=draft)
+
+
+def fit_length_to_draft(config: ResolvedConfig, most: int, name: str) -> ResolvedConfig:
+    """Return the model's configuration, with a max_model_len that its draft model can have, too.
+
+    Args:
+        most: the most tokens that the draft model is made for.
+        name: the draft model's.
+    """
+    if most >= config.max_model_len:
+        return config
+    logger.warning(
+        "max_model_len is %d, not the model's %d: the draft model %s is made for no more",
+        *(most, config.max_model_len, quote(name)),
+    )
+    return replace(config, max_model_len=most)
 
 
 def find_rounding(quantization: str | None) -> str | None:

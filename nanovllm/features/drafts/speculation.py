@@ -13,11 +13,12 @@ distribution.)
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from nanovllm.config import ResolvedConfig
+from nanovllm.engine.interfaces import Drafter
 from nanovllm.engine.plan import IntArray
 from nanovllm.engine.rows import Rows
 from nanovllm.engine.scheduled_step import ScheduledStep
@@ -39,20 +40,6 @@ INITIAL_RATE = 0.7
 """The share of drafts that counts as right before any was verified."""
 HIGHEST_RATE = 0.99
 """No share of right drafts counts as more."""
-
-
-class Drafter(Protocol):
-    """Guesses the tokens that come next."""
-
-    def offer(self, seqs: Seq[Sequence], limits: IntArray) -> IntArray:
-        """Return how many drafts it has for each sequence: at most its limit, 0 if it has no guess."""
-
-    def write_drafts(self, step: ScheduledStep) -> None:
-        """Write the drafts into the plan, whose token_ids have room for as many as were chosen. Nobody else writes into
-        a plan, and nobody has read this one yet."""
-
-    def note_end(self, seq: Sequence) -> None:
-        """Learn that a sequence has ended. It is called once for each, when its last token is appended."""
 
 
 @dataclass(slots=True)

@@ -30,7 +30,7 @@ def as_bytes(prompt: list[int]) -> bytes:
 
 
 def make_candidates(prompts: list[list[int]], lengths: list[int]) -> list[Candidate]:
-    return [Candidate((i, []), i, as_bytes(p), n) for i, (p, n) in enumerate(zip(prompts, lengths, strict=True))]
+    return [Candidate((i, []), i, as_bytes(p), n, 64) for i, (p, n) in enumerate(zip(prompts, lengths, strict=True))]
 
 
 def sort(candidates: list[Candidate], num_blocks: int, max_num_seqs: int = 4, last: bytes = b"") -> list[Candidate]:
