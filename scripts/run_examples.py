@@ -48,7 +48,7 @@ def run_example(path: Path, seconds: int) -> tuple[bool, str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, metavar="FOLDER")
-    parser.add_argument("names", nargs="*", default=["offline"], metavar="NAME")
+    parser.add_argument("names", nargs="*", default=["offline", "llm_engine_example"], metavar="NAME")
     parser.add_argument("--seconds", type=int, default=300, help="the most seconds of one example (default: 300)")
     options = parser.parse_args()
     num_run = 0

@@ -5,9 +5,9 @@ import logging
 import socket
 import sys
 from argparse import ArgumentParser
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from enum import Enum
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -18,6 +18,7 @@ from transformers import AutoTokenizer
 import nanovllm
 from nanovllm import llm, sampling_params
 from nanovllm.apps import ported
+from nanovllm.engine.claim import State
 from nanovllm.load import read_generation_config
 from nanovllm.outputs import METRICS, Logprob, Metric
 from nanovllm.utils.foreign_names import explain_missing
@@ -38,9 +39,6 @@ class SamplingParams(sampling_params.SamplingParams):
 class LLM(llm.LLM):
     """vLLM's LLM, with the attributes through which trainers and evaluations reach into it."""
 
-    _is_loading = False
-    """Whether `load_part` has begun a load of weights."""
-
     def prepare_requests(self, prompts: Any, sampling_params: Any, **others: Any) -> Any:
         defaults = self.get_default_sampling_params() if sampling_params is None else sampling_params
         return super().prepare_requests(prompts, defaults, **others)
@@ -60,14 +58,9 @@ class LLM(llm.LLM):
     def llm_engine(self) -> "LLMEngine":
         return LLMEngine(self)
 
-    def load_part(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Begin a load of weights, or go on with it. `reset_prefix_cache`, which trainers call last, finishes it."""
-        self._is_loading = True
-        self.load_weights(named_tensors, finish=False)
-
     def reset_prefix_cache(self, **others: Any) -> bool:
-        if self._is_loading:
-            self._is_loading = False
+        """Finish a load of weights, too: trainers give them one by one, and call this last."""
+        if self.engine.claim.state is State.LOADING:
             self.load_weights([])
         return super().reset_prefix_cache(**others)
 
@@ -80,7 +73,7 @@ class LLMEngine(ported.LLMEngine):
         self.model_config = SimpleNamespace(max_model_len=llm.max_model_len)
         alone = SimpleNamespace(data_parallel_rank=0, data_parallel_size=1)  # to its caller: it shares requests itself
         self.vllm_config = SimpleNamespace(model_config=self.model_config, parallel_config=alone)
-        runner = SimpleNamespace(model=SimpleNamespace(load_weights=llm.load_part))
+        runner = SimpleNamespace(model=SimpleNamespace(load_weights=partial(llm.load_weights, finish=False)))
         self.model_executor = SimpleNamespace(driver_worker=SimpleNamespace(model_runner=runner))
 
     @classmethod
