@@ -747,7 +747,7 @@ def test_tqdms_variable_hides_every_bar() -> None:
     """tqdm reads TQDM_DISABLE when it is imported, and only for bars that are made without `disable`."""
     code = (
         "from nanovllm import LLM\n"
-        "llm = LLM('tiny-qwen3', device='cpu', max_model_len=64)\n"
+        "llm = LLM('tiny-qwen3', device='cpu', max_model_len=128)\n"
         "assert len(llm.generate(['a', 'b'])) == 2\n"
     )
     shown = [
