@@ -20,6 +20,7 @@ import nanovllm
 from nanovllm.apps.standin.environment import VARIABLE, VERSION
 from nanovllm.apps.standin.finders import MODULES, put_finder
 from nanovllm.apps.standin.names import NAMES, UNCALLED
+from scripts.run_examples import replace_models, run_example
 
 OPTIONS: dict[str, Any] = {"dtype": "float32", "device": "cpu", "max_model_len": 96, "max_num_seqs": 8}
 ROWS = (ROOT / "docs" / "porting.md").read_text().split("These imports are answered there:")[1].split("\n\n")[1]
@@ -158,6 +159,17 @@ def test_defaults_are_vllms_and_what_would_mean_something_else_is_refused(vllm: 
             assert len(ask(prompt, use_tqdm=False)[0].outputs[0].token_ids) <= 16
         with pytest.raises(NotImplementedError, match="vLLM's score"):
             llm.score("a", "b")
+
+
+def test_the_script_of_vllms_examples_replaces_models_and_nothing_else(tmp_path: Path) -> None:
+    source = 'print(LLM, "org/model-1.5B", "text/plain", "a/b/c", "./model")'
+    assert replace_models(source) == source.replace('"org/model-1.5B"', repr(str(BOX_MODEL)))
+    (tmp_path / "good.py").write_text("import vllm, beside\nassert vllm.__nanovllm__ and beside")
+    (tmp_path / "beside.py").write_text("raise_error = False")
+    (tmp_path / "bad.py").write_text("from vllm.multimodal import image")
+    assert run_example(tmp_path / "good.py", 300) == (True, "status 0")
+    did_run, reason = run_example(tmp_path / "bad.py", 300)
+    assert not did_run and reason.startswith("ImportError: vllm.multimodal: nanovllm, which is vllm here, does not")
 
 
 def test_a_trainer_gives_weights_one_by_one_and_the_cache_s_reset_finishes(vllm: Any, tmp_path: Path) -> None:
