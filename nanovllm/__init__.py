@@ -3,11 +3,12 @@
 import sys
 from typing import TYPE_CHECKING, Any
 
-from nanovllm import config, inputs, outputs, sampling_params
+from nanovllm import engine, utils
 from nanovllm.config import EngineConfig
 from nanovllm.inputs import LoRARequest, TextPrompt, TokensPrompt
 from nanovllm.outputs import Completion, CompletionOutput, Output, RequestOutput
 from nanovllm.sampling_params import GuidedDecodingParams, SamplingParams, StructuredOutputsParams
+from nanovllm.utils.foreign_names import check_import
 from nanovllm.utils.spin import bound_spinning
 from nanovllm.version import __version__
 
@@ -41,21 +42,18 @@ def __getattr__(name: str) -> Any:
         return LLM
     from nanovllm.apps.ported import find_name
 
-    return find_name(name)
+    return find_name(name, __all__)
 
 
-class _Finder:
-    """Python asks it for a module of this package that is nowhere else. vLLM may have it."""
+class _Elsewhere:
+    """Python looks here last for a module of this package, and for a name after `from nanovllm import`."""
 
     @staticmethod
-    def find_spec(name: str, *_: Any) -> Any:
-        if not name.startswith("nanovllm."):
-            return None
-        from nanovllm.apps.ported import find_module
-
-        return find_module(name)
+    def find_spec(name: str, _: Any = None) -> None:
+        check_import(name, __all__)
 
 
-sys.meta_path.append(_Finder)
-for module in (config, inputs, outputs, sampling_params):  # vLLM has them, too. `from` asks the finder if they have
-    vars(module)["__path__"] = []  # a path, as packages do, and not the name.
+_ELSEWHERE = f"{__path__[0]}/elsewhere"
+sys.path_importer_cache[_ELSEWHERE] = _Elsewhere()
+for path in (__path__, engine.__path__, utils.__path__):  # where vLLM has modules that scripts import
+    path.append(_ELSEWHERE)

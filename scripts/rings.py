@@ -43,6 +43,7 @@ RINGS = {
     "__init__": APPLICATIONS,
     "apps": APPLICATIONS,
     "__main__": APPLICATIONS,
+    "as_vllm": APPLICATIONS,
     "lm_eval": APPLICATIONS,
     "ray": APPLICATIONS,
 }

@@ -53,6 +53,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--threads", type=int, help="CPU threads; default: OMP_NUM_THREADS, or the physical cores")
     add("--machine-rates", type=float, nargs=3, metavar="RATE", help="use these copy, read and matmul rates")
     add_engine_options(parser, without=("model", "load_format", "seed", "data_parallel_size"))
+    parser.set_defaults(max_model_len=USUAL_LENGTH)
 
 
 def read_options(parser: argparse.ArgumentParser, arguments: list[str] | None = None) -> argparse.Namespace:
@@ -282,7 +283,7 @@ def measure(args: argparse.Namespace, about: Mapping[str, Any], compare: Callabl
     vocab = hf_config.vocab_size
     lengths = tuple(args.input_len), tuple(args.output_len)
     workload = make_workload(args.num_seqs, *lengths, vocab, args.shared_prefix, args.seed)
-    args.max_model_len = max(args.max_model_len or USUAL_LENGTH, workload.max_len)
+    args.max_model_len = max(args.max_model_len, workload.max_len)
     config = read_engine_config(args)
     resolved = resolve_options(config, hf_config)
     args.max_num_seqs = resolved.max_num_seqs

@@ -45,6 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _add_estimate(commands)
     _add_view(commands)
     _add_eval(commands)
+    _add_run(commands)
     _add_doctor(commands)
     options, others = parser.parse_known_args(arguments)
     if others and options.run not in (_eval, _bench):
@@ -306,6 +307,31 @@ def _eval(options: argparse.Namespace) -> int:
         raise ValueError(str(error)) from error
     run_harness(options.model, options.others)
     return 0
+
+
+def _add_run(commands: Any) -> None:
+    parser = commands.add_parser(
+        "run",
+        help="run a script that imports vllm, on this engine",
+        description="Run a script, or with -m a module, with this engine under the name vllm. The processes that it "
+        "starts have it, too.",
+        usage="nanovllm run [--replace] [--claim VERSION] (SCRIPT | -m MODULE) [ARGUMENT ...]",
+    )
+    parser.add_argument("--replace", action="store_true", help="do so even if vLLM itself is installed")
+    parser.add_argument("--claim", metavar="VERSION", help="the version of vLLM that programs see (default: 0.30.0)")
+    parser.add_argument("-m", nargs=argparse.REMAINDER, metavar="MODULE", help="run a module, as python -m does")
+    parser.add_argument("script", nargs=argparse.REMAINDER, help="the script and its arguments")
+    parser.set_defaults(run=_run)
+
+
+def _run(options: argparse.Namespace) -> NoReturn:
+    from nanovllm.apps.standin.environment import VERSION, prepare_children
+
+    command = ["-m", *options.m] if options.m else options.script
+    if not command:
+        raise ValueError("nanovllm run needs a script: nanovllm run script.py")
+    prepare_children(options.claim or VERSION, options.replace)
+    os.execv(sys.executable, [sys.executable, *command])
 
 
 def _add_doctor(commands: Any) -> None:

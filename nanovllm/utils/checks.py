@@ -40,12 +40,14 @@ def refuse_unknown(given: Iterable[str], known: Collection[str], what: str, rest
     for name in given:
         if name in known:
             continue
-        nearest = difflib.get_close_matches(name, known, n=1, cutoff=CLOSE)
-        if nearest:
-            suggestion = f"; did you mean {nearest[0]!r}?"
-        else:
-            suggestion = f"; the options are {', '.join(known)}" + (f" ({rest})" if rest else "")
-        raise TypeError(f"{what} has no option {quote(name)}{suggestion}")
+        options = f"the options are {', '.join(known)}" + (f" ({rest})" if rest else "")
+        raise TypeError(f"{what} has no option {quote(name)}; {suggest(name, known) or options}")
+
+
+def suggest(name: str, known: Iterable[str]) -> str | None:
+    """Return a question that names the nearest known name; None if no known name resembles `name`."""
+    nearest = difflib.get_close_matches(name, known, n=1, cutoff=CLOSE)
+    return f"did you mean {nearest[0]!r}?" if nearest else None
 
 
 def as_integer(value: Any, name: str, low: int | None = None, high: int = INT64_MAX, limit: str = "") -> int:

@@ -1,12 +1,12 @@
 """Answers a name that is vLLM's or nano-vLLM's, and not ours: by the tables of vllm_names.py."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import cache
 from typing import Any
 
-from nanovllm.utils.checks import quote
-from nanovllm.utils.vllm_names import ACCEPTED, ADVICE, ANY, GUIDED, RENAMED
+from nanovllm.utils.checks import quote, suggest
+from nanovllm.utils.vllm_names import ACCEPTED, ADVICE, ANY, GUIDED, INNER, LISTED, RENAMED
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,32 @@ def _note_ignored(what: str, names: str) -> None:
     logger.info("%s: ignored, because nothing changes with it here: %s", what, names)
 
 
-def explain_missing(what: str, name: str) -> AttributeError:
-    """Return the error for an attribute that `what` lacks, with advice if it is vLLM's or nano-vLLM's."""
-    advice = ADVICE.get(name)
+def explain_missing(what: str, name: str, ours: Collection[str] = ()) -> AttributeError:
+    """Return the error for an attribute that `what` lacks, with advice if it is vLLM's or nano-vLLM's.
+
+    Args:
+        ours: the names that `what` has. The error suggests one that resembles `name`.
+    """
+    advice = suggest(name, ours) or ADVICE.get(name)
     return AttributeError(f"{what} has no attribute {name!r}" + (f": {advice}" if advice else ""), name=name)
+
+
+def check_import(name: str, ours: Collection[str]) -> None:
+    """Raise an ImportError for a module of `nanovllm`, or a name in one, that looks like vLLM's or like one of ours.
+
+    Args:
+        ours: the names that `nanovllm` has itself.
+    """
+    parent, _, last = name.rpartition(".")
+    advice = suggest(last, ours) if parent == "nanovllm" else None
+    if advice is None and (advice := advise(name)):
+        advice += "; `nanovllm run script.py` runs a script with its imports from vllm"
+    if advice:
+        raise ImportError(f"{parent} has no {last!r}: {advice}", name=name)
+
+
+def advise(name: str) -> str | None:
+    """Return the advice for a module or a name in it. Classes are vLLM's, and all but a few modules of `v1`."""
+    last = name.rpartition(".")[2]
+    rest = INNER if ".v1." in name else LISTED if last[0].isupper() else None
+    return ADVICE.get(last, rest)

@@ -51,6 +51,7 @@ OPTIONS = (
     # These change speed, memory or logging, or belong to features that are always off here.
     Row("async_scheduling attention_config compilation_config cudagraph_capture_sizes disable_cascade_attn", (ANY,)),
     Row("disable_custom_all_reduce distributed_executor_backend enable_chunked_prefill enable_sleep_mode", (ANY,)),
+    Row("enable_expert_parallel", (ANY,)),  # which rank has which experts changes no result
     Row("max_num_partial_prefills max_parallel_loading_workers max_seq_len_to_capture num_scheduler_steps", (ANY,)),
     Row("optimization_level performance_mode ray_workers_use_nsight scheduling_policy swap_space", (ANY,)),
     Row("disable_log_requests disable_log_stats enable_log_requests max_logprobs served_model_name", (ANY,)),
@@ -70,7 +71,7 @@ OPTIONS = (
     Row("override_generation_config", (None, {}), "give the values to SamplingParams"),
     Row("enable_prompt_embeds", (False,), _TEXT_ALONE),
     Row("enable_trace_replay", (False,), _GIVEN_TOKENS),
-    Row("enable_expert_parallel skip_tokenizer_init calculate_kv_scales", (False,)),
+    Row("skip_tokenizer_init calculate_kv_scales", (False,)),
     Row("task", ("auto", "generate", "embed", "embedding"), _OTHER_WORK),
     Row("runner", ("auto", "generate", "pooling"), _OTHER_WORK),
     Row("convert", ("auto", "none", "embed"), _OTHER_WORK),
@@ -139,7 +140,7 @@ MISSING: Mapping[str, str] = {
     "config": "llm.engine.config has the options, as this machine and this model resolved them",
     "ps": "the processes of the other ranks belong to llm.engine.runner",
     # modules, and names in them
-    "multimodal image audio video EmbedsPrompt": _TEXT_ALONE,
+    "assets multimodal image audio video EmbedsPrompt": _TEXT_ALONE,
     "PoolerConfig PoolingRequestOutput": _EMBED,
     "ClassificationRequestOutput ClassificationOutput ScoringRequestOutput ScoringOutput": _NO_HEAD,
     "late_chunking LateChunkingParams": _CHUNKS,
@@ -158,6 +159,7 @@ MISSING: Mapping[str, str] = {
     "VllmConfig": f"EngineConfig has the options; for logits processors: {_EDITS}",
     "sample gpu_sync_debug": f"in place of logits processors, {_EDITS}",
     "WeightTransferConfig weight_transfer": "LLM.load_weights(named_tensors) takes new weights",
+    "arg_utils argparse_utils print_utils logger distributed lora v1": "this module is vLLM's alone",
     "forward_context plugins attention worker executor triton_utils network_utils async_utils": LISTED,
 }
 """{attributes, methods, modules or names in them, with a space between them: what to do instead of using them}."""
@@ -203,9 +205,3 @@ SYNONYMS: Mapping[str, Mapping[Any, Any]] = {
     "quantization": {"int8_per_channel_weight_only": "int8", "awq_marlin": "awq", "gptq_marlin": "gptq"},
 }
 """For each option: values that vLLM or nano-vLLM write differently, and the values that they mean here."""
-
-MODULES = (
-    *("engine.arg_utils", "utils.argparse_utils", "utils.print_utils", "logger", "pooling_params"),
-    *("distributed", "lora", "lora.request", "v1", "v1.metrics", "v1.metrics.reader"),
-)
-"""Modules of vLLM's in which scripts look for names that stand for something here."""

@@ -38,6 +38,11 @@ def test_importing_the_package_loads_nothing_heavy() -> None:
     assert set(python(code).split()) & set(HEAVY) == set()
 
 
+def test_importing_the_package_leaves_pythons_finders_alone() -> None:
+    code = "import sys; before = [*sys.meta_path, *sys.path_hooks]; import nanovllm; "
+    assert python(code + "print(before == [*sys.meta_path, *sys.path_hooks])") == "True"
+
+
 MODULES = find_modules(ROOT / "nanovllm")
 
 

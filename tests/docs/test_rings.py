@@ -11,7 +11,7 @@ import pytest
 from helpers.paths import ROOT
 
 from scripts.count_lines import PACKAGE
-from scripts.rings import EXCEPTIONS, RINGS, find_largest_circle, find_outward_arrows, write_table
+from scripts.rings import EXCEPTIONS, RINGS, find_arrows, find_largest_circle, find_outward_arrows, write_table
 
 
 def test_every_import_points_inwards_also_late_ones_and_those_for_types() -> None:
@@ -27,9 +27,14 @@ def test_the_rings_are_few_and_the_page_of_the_architecture_prints_them() -> Non
     assert write_table() in (ROOT / "docs" / "architecture.md").read_text()
 
 
+def test_the_stand_in_is_imported_by_its_command_and_its_public_path_alone() -> None:
+    arrows = {start for start, end in find_arrows() if end.startswith("apps/standin")}
+    assert {start for start in arrows if not start.startswith("apps/standin")} == {"apps/cli", "as_vllm"}
+
+
 def test_the_first_screen_of_the_package_is_small() -> None:
     """Modules of one import only keep a public path."""
-    public = {"lm_eval.py", "ray.py"}
+    public = {"as_vllm.py", "lm_eval.py", "ray.py"}
     places = [path for path in PACKAGE.iterdir() if path.name not in ("assets", "__pycache__")]
     files = {path.name for path in places if path.is_file()}
     assert len([path for path in places if path.is_dir()]) <= 9
@@ -91,10 +96,14 @@ OWN_USES = {
 
 
 def list_removable() -> list[str]:
-    """List the folders and files of features, and the folder of applications, of which no use needs any."""
+    """List the folders and files of features, the folder of applications, and the stand-in: no use needs any."""
     places = [path for ring in ("features", "features/families") for path in (PACKAGE / ring).iterdir()]
     names = [path.relative_to(PACKAGE).as_posix() for path in places]
-    return ["apps", *sorted(name for name in names if not name.endswith(("__init__.py", "__pycache__")))]
+    return [
+        "apps",
+        "apps/standin",
+        *sorted(name for name in names if not name.endswith(("__init__.py", "__pycache__"))),
+    ]
 
 
 @pytest.mark.slow

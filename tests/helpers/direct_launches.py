@@ -43,6 +43,12 @@ from nanovllm.utils.integers import ceil_div
 NUM_LAUNCHES = 196
 NUM_LAYERS = 4
 """The first four layers of a model launch all that the further ones do: Qwen3.5 has one with attention among four."""
+WINDOWS = {
+    "use_sliding_window": True,
+    "sliding_window": 512,
+    "max_window_layers": 2,
+    "layer_types": ["full_attention"] * 2 + ["sliding_attention"] * 2,
+}
 HOOKS = (6, 7, 8)
 """Among the arguments of a launch: what profilers hang on it. A direct launch has none."""
 
@@ -369,6 +375,7 @@ def missing_kernels() -> dict[str, list[str]]:
         "edits in float32": missing(serve_edits, "qwen3-0.6b", dtype="float32"),
         "log-probabilities": missing(serve_logprobs, "qwen3-0.6b"),
         "log-probabilities in float32": missing(serve_logprobs, "qwen3-0.6b", dtype="float32"),
+        "windows": missing(serve_prompts, "qwen3-0.6b", changes=WINDOWS),
         "experts": missing(serve_prompts, "qwen3-30b-a3b"),
         "experts, few sequences": missing(serve_prompts, "qwen3-30b-a3b", max_num_seqs=4),
         "two experts for a token": missing(serve_prompts, "qwen3-30b-a3b", changes={"num_experts_per_tok": 2}),

@@ -1,0 +1,86 @@
+"""Makes `vllm` this engine in one process, by a finder of modules and versions."""
+
+import sys
+from collections.abc import Iterator
+from importlib.machinery import ModuleSpec
+from importlib.metadata import Distribution, DistributionFinder
+from types import ModuleType
+from typing import Any
+
+from nanovllm.apps.standin.environment import VERSION, prepare_children
+from nanovllm.utils.foreign_names import advise
+from nanovllm.version import __version__
+
+MODULES = (
+    *("config", "distributed", "distributed.parallel_state", "distributed.weight_transfer", "engine", "entrypoints"),
+    *("distributed.weight_transfer.nccl_common", "distributed.weight_transfer.nccl_engine", "engine.arg_utils"),
+    *("distributed.weight_transfer.packed_tensor", "engine.async_llm_engine", "engine.llm_engine", "entrypoints.llm"),
+    *("entrypoints.chat_utils", "inputs", "inputs.data", "logger", "logprobs", "lora", "lora.request", "outputs"),
+    *("platforms", "pooling_params", "renderers", "renderers.hf", "sampling_params", "sequence", "tokenizers"),
+    *("transformers_utils", "transformers_utils.tokenizer", "utils", "utils.argparse_utils", "utils.network_utils"),
+    *("utils.print_utils", "v1", "v1.engine", "v1.engine.async_llm", "v1.metrics", "v1.metrics.reader"),
+)
+"""The modules of vLLM's that its clients import."""
+
+
+class _Version(Distribution):
+    """Answers `importlib.metadata.version("vllm")`. It has no files."""
+
+    def read_text(self, filename: str) -> str:
+        return f"Name: vllm\nVersion: {VERSION}\nSummary: nanovllm {__version__} stands for it\n"
+
+    def locate_file(self, path: Any) -> Any:
+        raise FileNotFoundError(path)
+
+
+class _Module(ModuleType):
+    """A module of vLLM's. It imports what stands for its names, and with it torch, only when it is asked for one."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}", name=name)
+        from nanovllm.apps.standin.names import find_name
+
+        return find_name(name)
+
+
+class _Finder(DistributionFinder):
+    """Python asks it for modules, and importlib.metadata for versions."""
+
+    def find_spec(self, name: str, *_: Any) -> ModuleSpec | None:
+        """Answer for `vllm` and its modules. After `from module import name` Python asks for the name, too.
+
+        Raises:
+            ImportError: vLLM has it, and we do not.
+        """
+        if name.partition(".")[0] != "vllm":
+            return None
+        if name == "vllm" or name.removeprefix("vllm.") in MODULES:
+            return ModuleSpec(name, self, is_package=True)  # type: ignore[arg-type]
+        if advice := advise(name):
+            raise ImportError(f"{name}: nanovllm, which is vllm here, does not have it: {advice}", name=name)
+        return None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        module = _Module(spec.name)
+        vars(module).update(__version__=VERSION, __nanovllm__=__version__)
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Leave the module as it is."""
+
+    def find_distributions(self, context: Any = None) -> Iterator[Distribution]:
+        if context is not None and context.name == "vllm":
+            yield _Version()
+
+
+def put_finder() -> None:
+    """Make `vllm` this engine in this process."""
+    sys.meta_path.insert(0, _Finder())
+
+
+def install() -> None:
+    """Make `vllm` this engine in this process and its children. A child has it already."""
+    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        prepare_children()
+        put_finder()

@@ -1,0 +1,193 @@
+"""The stand-in: in a process that `nanovllm run` starts, and in its children, `vllm` is this engine."""
+
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from helpers.paths import BOX_MODEL, ROOT
+from helpers.tiny import draw_prompts, save_random
+from safetensors.torch import load_file
+
+import nanovllm
+from nanovllm.apps.standin.environment import VARIABLE, VERSION
+from nanovllm.apps.standin.finders import MODULES, put_finder
+from nanovllm.apps.standin.names import NAMES, UNCALLED
+from scripts.run_examples import replace_models, run_example
+
+OPTIONS: dict[str, Any] = {"dtype": "float32", "device": "cpu", "max_model_len": 96, "max_num_seqs": 8}
+ROWS = (ROOT / "docs" / "porting.md").read_text().split("These imports are answered there:")[1].split("\n\n")[1]
+
+
+@pytest.fixture
+def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The stand-in in this process, which is without it afterwards."""
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
+    put_finder()
+    yield importlib.import_module("vllm")
+    for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:
+        del sys.modules[name]
+
+
+def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run Python in a folder that does not have the package."""
+    variables = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, cwd="/", env=variables, capture_output=True, text=True, timeout=300)
+
+
+SCRIPT = """
+import importlib.metadata, importlib.util, subprocess, sys
+assert __name__ == "__main__" and importlib.util.find_spec("vllm") is not None
+import vllm
+own = [importlib.metadata.version("vllm"), vllm.__version__, vllm.__nanovllm__, "torch" in sys.modules]
+child = "import sys, vllm, importlib.metadata as m; print(m.version('vllm'), vllm.__nanovllm__, *sys.argv[1:])"
+print(own, sys.argv[1:], subprocess.check_output([sys.executable, "-c", child, "x"], text=True, cwd="/").split())
+sys.exit(3)
+"""
+
+
+def test_a_script_and_its_children_see_this_engine_and_the_version_that_is_claimed(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    ours = nanovllm.__version__
+    for options, claimed in (((), VERSION), (("--claim", "0.10.1"), "0.10.1")):
+        done = python("-m", "nanovllm", "run", *options, str(script), "--replace", "-m", "a b")
+        assert (
+            done.stdout.strip()
+            == f"{[claimed, claimed, ours, False]} ['--replace', '-m', 'a b'] {[claimed, ours, 'x']}"
+        )
+        assert done.returncode == 3, done.stderr
+        assert done.stderr == (f"vllm is nanovllm {ours} in this process and its children; it calls itself {claimed}\n")
+
+
+def test_the_first_line_of_a_script_does_the_same(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import nanovllm.as_vllm\n" + SCRIPT)
+    done = python(str(script), "y", **{VARIABLE: "0.22.1"})
+    assert done.returncode == 3 and "['0.22.1', '0.22.1'" in done.stdout, done.stderr
+    assert done.stderr.count("vllm is nanovllm") == 1
+
+
+def test_it_refuses_where_vllm_itself_is_installed_unless_it_shall_replace_it(tmp_path: Path) -> None:
+    real = tmp_path / "vllm" / "__init__.py"
+    real.parent.mkdir()
+    real.write_text("__version__ = 'real'")
+    places = {"PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
+    script = tmp_path / "script.py"
+    script.write_text("import vllm; print(hasattr(vllm, '__nanovllm__'), vllm.__version__)")
+    refused = python("-m", "nanovllm", "run", str(script), **places)
+    assert refused.returncode == 2 and f"vLLM itself is installed ({real})" in refused.stderr
+    assert "compare nanovllm with itself" in python("-c", "import nanovllm.as_vllm", **places).stderr
+    done = python("-m", "nanovllm", "run", "--replace", str(script), **places)
+    assert done.stdout == f"True {VERSION}\n", done.stderr
+
+
+def test_a_module_that_is_hidden_by_that_of_the_children_runs_too(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("import builtins; builtins.hidden = 5")
+    done = python("-m", "nanovllm", "run", "-c", "x", PYTHONPATH=f"{ROOT}{os.pathsep}{tmp_path}")
+    assert done.returncode == 2, "an option that is none of the command's"
+    script = tmp_path / "script.py"
+    script.write_text("import vllm; print(hidden, vllm.__version__)")
+    done = python("-m", "nanovllm", "run", str(script), PYTHONPATH=f"{ROOT}{os.pathsep}{tmp_path}")
+    assert done.stdout == f"5 {VERSION}\n", done.stderr
+
+
+@pytest.mark.parametrize("row", [line for line in ROWS.splitlines() if "`from vllm" in line])
+def test_the_imports_of_the_page_are_answered(row: str, vllm: ModuleType) -> None:
+    names: dict[str, Any] = {}
+    exec(row.split("`")[1], names)
+    for name in names.keys() - {"__builtins__"}:
+        assert name in UNCALLED or names[name] is NAMES[name]
+
+
+def test_modules_names_and_versions_are_answered_or_say_what_to_do(vllm: Any) -> None:
+    assert importlib.metadata.version("vllm") == vllm.__version__ == VERSION
+    assert importlib.metadata.metadata("vllm")["Name"] == "vllm"
+    assert "vllm" not in importlib.metadata.packages_distributions()
+    for module in MODULES:
+        assert importlib.util.find_spec(f"vllm.{module}") is not None
+        assert importlib.import_module(f"vllm.{module}").LLM is vllm.LLM
+    for name in UNCALLED:
+        with pytest.raises(NotImplementedError, match=f"nanovllm, which is vllm here, has no {name}: "):
+            getattr(vllm, name)("anything", a=1)
+    for code, advice in {
+        "from vllm.config import SchedulerConfig": "vllm.config.SchedulerConfig: .*: docs/porting.md lists",
+        "import vllm.v1.core.scheduler": "vllm.v1.core: .*: these are vLLM's inner classes",
+        "from vllm.multimodal.image import load": "vllm.multimodal: .*: a prompt is text",
+        "import vllm.nothing": "No module named 'vllm.nothing'",
+        "from vllm import nothing": "cannot import name 'nothing'",
+    }.items():
+        with pytest.raises(ImportError, match=advice):
+            exec(code)
+    with pytest.raises(AttributeError, match="which is vllm here, has no attribute 'beam_search': generate"):
+        vllm.beam_search  # noqa: B018
+    assert not hasattr(vllm, "__wrapped__")
+    assert importlib.import_module("vllm.utils.network_utils").get_open_port() > 0
+    assert not importlib.import_module("vllm.platforms").current_platform.is_rocm()
+
+
+def test_defaults_are_vllms_and_what_would_mean_something_else_is_refused(vllm: Any) -> None:
+    assert vllm.SamplingParams().max_tokens == 16 and vllm.SamplingParams(max_tokens=None).max_tokens is None
+    assert vllm.SamplingParams(temperature=0.5).clone() == vllm.SamplingParams(temperature=0.5)
+    with pytest.raises(TypeError, match="positional"):
+        vllm.SamplingParams(0.5)
+    with pytest.raises(AttributeError):
+        vllm.SamplingParams().max_token = 3
+    for given in ({"best_of": 2}, {"logits_processors": [print]}, {"truncate_prompt_tokens": 4}):
+        assert given.keys() <= vllm.SamplingParams.__annotations__.keys(), "clients leave out what is not there"
+        with pytest.raises(ValueError, match="which vLLM has, is not supported here"):
+            vllm.SamplingParams(**given)
+    with pytest.raises(ValueError, match="hf_overrides, which vLLM has, is not supported here"):
+        vllm.LLM(BOX_MODEL, hf_overrides={"a": 1})
+    with vllm.LLM(BOX_MODEL, **OPTIONS) as llm:
+        assert llm.llm_engine.model_config.max_model_len == 96
+        assert llm.llm_engine.vllm_config.parallel_config.data_parallel_size == 1
+        assert llm.get_default_sampling_params() == vllm.SamplingParams(temperature=0.6, top_k=20, top_p=0.95)
+        params = vllm.SamplingParams(temperature=0, ignore_eos=True)
+        for ask in (llm.generate, llm.chat):
+            prompt: Any = "hello" if ask == llm.generate else [{"role": "user", "content": "hello"}]
+            (output,) = ask(prompt, params, use_tqdm=False)
+            assert len(output.outputs[0].token_ids) == 16
+            assert len(ask(prompt, use_tqdm=False)[0].outputs[0].token_ids) <= 16
+        with pytest.raises(NotImplementedError, match="vLLM's score"):
+            llm.score("a", "b")
+
+
+def test_the_script_of_vllms_examples_replaces_models_and_nothing_else(tmp_path: Path) -> None:
+    source = 'print(LLM, "org/model-1.5B", "text/plain", "a/b/c", "./model")'
+    assert replace_models(source) == source.replace('"org/model-1.5B"', repr(str(BOX_MODEL)))
+    (tmp_path / "good.py").write_text("import vllm, beside\nassert vllm.__nanovllm__ and beside")
+    (tmp_path / "beside.py").write_text("raise_error = False")
+    (tmp_path / "bad.py").write_text("from vllm.multimodal import image")
+    assert run_example(tmp_path / "good.py", 300) == (True, "status 0")
+    did_run, reason = run_example(tmp_path / "bad.py", 300)
+    assert not did_run and reason.startswith("ImportError: vllm.multimodal: nanovllm, which is vllm here, does not")
+
+
+def test_a_trainer_gives_weights_one_by_one_and_the_cache_s_reset_finishes(vllm: Any, tmp_path: Path) -> None:
+    for seed in (0, 1):
+        save_random(tmp_path / str(seed), seed=seed)
+    prompts = draw_prompts([3, 20])
+    params = vllm.SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    with vllm.LLM(tmp_path / "1", **OPTIONS) as llm:
+        expected = llm.generate(prompts, params, use_tqdm=False)
+    with vllm.LLM(tmp_path / "0", **OPTIONS) as llm:
+        model = llm.llm_engine.model_executor.driver_worker.model_runner.model
+        before = llm.generate(prompts, params, use_tqdm=False)
+        for name, tensor in load_file(tmp_path / "1" / "model.safetensors").items():
+            model.load_weights([(name, tensor)])
+        with pytest.raises(RuntimeError):
+            llm.generate(prompts, params, use_tqdm=False)
+        assert llm.reset_prefix_cache()
+        after = llm.generate(prompts, params, use_tqdm=False)
+        assert llm.reset_prefix_cache(), "without new weights, too"
+    assert [output.token_ids for output in after] == [output.token_ids for output in expected]
+    assert [output.token_ids for output in after] != [output.token_ids for output in before]
