@@ -210,7 +210,7 @@ def launches(models: dict[str, Model], block_sizes: tuple[int, ...], arch: int, 
                 for gather in (True, False):
                     config = grouped_linear.grouped_linear_config(num_tokens, model.num_experts, gather, itemsize)
                     yield launch(grouped_linear._grouped_linear_kernel, config)
-    if len(block_sizes) > 1 and dtype == torch.bfloat16 and arch != 89:  # as on sm_80
+    if dtype == torch.bfloat16 and arch != 89:  # as on sm_80
         for group, head_dim, cache, variant in VARIANTS:
             yield from launch_attention(group, head_dim, block_sizes[0], cache, variant)
     for kernel, config, types in quantized_launches(FORMATS[:2] if len(block_sizes) == 1 else FORMATS, itemsize):
