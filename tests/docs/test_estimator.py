@@ -62,7 +62,8 @@ def test_fifty_drawn_settings_show_the_numbers_of_the_command_that_the_page_name
             (tmp_path / "config.json").write_text(json.dumps(preset_config(preset) | {"quantization_config": AWQ}))
             arguments[1] = str(tmp_path)
         fits = main(arguments) == 0
-        _, *rows, verdict = capsys.readouterr().out.splitlines()
+        _, code, *rows, verdict = capsys.readouterr().out.splitlines()
+        assert code.split() == ["runs", "natively"], "the page knows these models alone"
         assert shown["table"] == [[row[2:34].rstrip(), row[34:]] for row in rows], shown["command"]
         assert verdict.startswith(shown["verdict"]) and fits == bool(shown["speed"])
         num_fit += fits
