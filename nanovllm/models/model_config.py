@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from pkgutil import resolve_name
@@ -286,6 +287,15 @@ def find_family(config: "PretrainedConfig") -> Family:
     if getattr(config, "model_impl", None) == "transformers":
         return OTHERS
     return next(family for family in FAMILIES.values() if family.config_class == type(config).__name__)
+
+
+def find_renaming(config: "PretrainedConfig") -> Callable[[list[str], "PretrainedConfig"], dict[str, str]] | None:
+    """Return the function that names the tensors of a family's checkpoints; None for the usual names."""
+    path = find_family(config).rename
+    if path is None:
+        return None
+    renaming: Callable[[list[str], PretrainedConfig], dict[str, str]] = resolve_name(path)
+    return renaming
 
 
 def find_rotary_dim(config: "PretrainedConfig") -> int:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import chain
 from pathlib import Path
-from pkgutil import resolve_name
 from threading import Thread
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -20,7 +19,7 @@ from tqdm import tqdm
 from nanovllm.models.decoder import Decoder
 from nanovllm.models.layers.parallel import Parallel
 from nanovllm.models.layers.weights import Quantizer, WeightTarget
-from nanovllm.models.model_config import find_family, read_json
+from nanovllm.models.model_config import find_renaming, read_json
 from nanovllm.models.weight_names import find_elsewhere, find_targets
 from nanovllm.utils.checks import quote
 from nanovllm.utils.progress import hide_unless
@@ -258,9 +257,8 @@ def name_canonically(names: Iterable[str], config: "PretrainedConfig | None" = N
         ValueError: two names stand for one tensor of the model, so nobody can know which one is meant.
     """
     names = list(names)
-    if config is not None and (rename := find_family(config).rename) is not None:
-        renamed: dict[str, str] = resolve_name(rename)(names, config)
-        return renamed
+    if config is not None and (rename := find_renaming(config)) is not None:
+        return rename(names, config)
     prefix = "" if any(name.startswith("model.") for name in names) else "model."
     canonical = {name: name if name.startswith("lm_head.") else prefix + name for name in names}
     canonical = {name: own.replace("model.language_model.", "model.", 1) for name, own in canonical.items()}
