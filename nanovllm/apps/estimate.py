@@ -175,19 +175,19 @@ class Estimate:
         room = self.device.describe_room(config)
         if config.kvcache_memory_bytes is not None:
             room = "the KV cache gets kvcache_memory_bytes"
+        states = [(f"states of {config.max_num_seqs} sequences", _gib(memory.states))] if memory.states else []
         rows = [
             ("runs", self.code),
             ("parameters", f"{self.num_parameters:,} in all"),
             (self.device.memory, f"{_gib(memory.total)}, of which {room}"),
             ("weights", f"{_gib(memory.weights)} in {self.format}"),
             ("activations and logits", f"{_gib(memory.activations)}, about"),
+            *states,
             ("left for the KV cache", _gib(max(self.kv_budget, 0))),
             ("KV cache per token", f"{self.kv_bytes_per_token:,} bytes"),
             ("tokens in the KV cache", f"{self.num_tokens:,}"),
             (f"sequences of {config.max_model_len:,} tokens", f"{self.num_sequences:,.1f} at a time"),
         ]
-        if memory.states:
-            rows.insert(4, (f"states of {config.max_num_seqs} sequences", _gib(memory.states)))
         place = self.device.describe_place(config.num_ranks)
         table = [f"{config.model}, on {place}", *(f"  {name:<32}{value}" for name, value in rows)]
         return "\n".join([*table, self._verdict()])
