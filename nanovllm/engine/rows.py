@@ -8,13 +8,11 @@ from numpy.typing import NDArray
 
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.plan import NO_LOGPROBS, ROW_SAMPLING, SAMPLER_COLUMNS, IntArray
-from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.sequence import NO_ROW, Sequence
 
 Rows = NDArray[np.intp]
 """Row numbers. numpy uses this type for indices; it would convert an array of int32 at each use."""
 
-NO_ROW = -1
-"""Stands for the row of a sequence that has no row. numpy reads index -1 as the last element."""
 NEVER = np.iinfo(np.int32).max
 _NO_NEW_ROWS = np.empty(0, ROW_SAMPLING)
 _NO_ENTRIES = np.empty((0, 3), np.int32)

@@ -17,9 +17,9 @@ import numpy as np
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.interfaces import Scorer, Speculation
 from nanovllm.engine.plan import FAILED, LAST_TOKEN, IntArray, StepPlan, StepResult
-from nanovllm.engine.rows import NO_ROW, BlockTables, Rows, RowTable, pack_sampling
+from nanovllm.engine.rows import BlockTables, Rows, RowTable, pack_sampling
 from nanovllm.engine.scheduled_step import ScheduledStep, Scored
-from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.sequence import NO_ROW, Sequence
 from nanovllm.outputs import FinishReason
 
 _NO_TARGETS = np.empty(0, np.int32)
@@ -377,7 +377,7 @@ class Scheduler:
         """
         if seq.finish_reason == "error":
             self.block_manager.forget(seq)
-        if seq.row >= 0:
+        if seq.row != NO_ROW:
             self._release(seq)
         else:
             self.waiting.remove(seq)  # fast for preempted sequences: they are near the front

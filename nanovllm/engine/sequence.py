@@ -16,6 +16,8 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.stop_strings import StopStringMatcher
 
 MASK_64 = 2**64 - 1
+NO_ROW = -1
+"""Stands for the row of a sequence that has no row. numpy reads index -1 as the last element."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,8 +168,8 @@ class Sequence:
         """The first completion of the same request. In the first completion this is None."""
         self.others: list[Sequence] = []
         """In the first completion: the request's n - 1 other completions. In each of the others this list is empty."""
-        self.row = -1
-        """The sequence's row in the device's tables; -1 while it is not resident. Only `RowTable` sets it."""
+        self.row = NO_ROW
+        """The sequence's row in the device's tables; NO_ROW while it is not resident. Only `RowTable` sets it."""
         self.block_table: list[int] = []
         """The sequence's blocks in order, while it is resident. Only `BlockTables` changes this list."""
         self.digests: list[bytes] = []

@@ -17,7 +17,7 @@ import numpy as np
 from nanovllm.engine.plan import StepResult
 from nanovllm.engine.scheduled_step import ScheduledStep
 from nanovllm.engine.scheduler import Scheduler
-from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.sequence import NO_ROW, Sequence
 from nanovllm.text.tokenizer import Tokenizer
 from nanovllm.utils.clock import Clock
 
@@ -206,7 +206,7 @@ class Trace:
         ended = []
         gone: list[int] = []
         if len(resident) + len(admitted) - len(preempted) != len(scheduler.running):
-            gone = [number for number in resident if self._live[number].row < 0]
+            gone = [number for number in resident if self._live[number].row == NO_ROW]
             preempted.update(number for number in gone if self._live[number].finish_reason is None)
         # Those that were admitted last are preempted first, each because of one refusal.
         victims = [number for number in reversed(resident) if number in preempted] if preempted else []

@@ -7,7 +7,7 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from helpers.tiny import CROWDED, VOCAB_SIZE, draw_prompts
+from helpers.tiny import CROWDED, SMALL_MODEL, VOCAB_SIZE, draw_prompts
 from nanovllm import LLM, SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=0)
@@ -201,20 +201,7 @@ def save_any(folder: Path, name: str, seed: int = 0, **changes: Any) -> PreTrain
     """
     model_class = getattr(transformers, name)
     torch.manual_seed(seed)
-    config: dict[str, Any] = {
-        "vocab_size": VOCAB_SIZE,
-        "hidden_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "intermediate_size": 96,
-        "max_position_embeddings": 512,
-        "tie_word_embeddings": True,
-        "eos_token_id": None,
-        "bos_token_id": None,
-        "pad_token_id": None,
-    }
+    config = SMALL_MODEL | {"pad_token_id": None}
     config = {key: value for key, value in (config | CASES[name].changes | changes).items() if value is not ...}
     model = model_class(model_class.config_class(**config)).float().eval()
     norm = ""

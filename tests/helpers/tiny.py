@@ -30,6 +30,20 @@ CROWDED = SMALL | {
 """The options of an engine that is too small for its requests: it preempts, and computes prompts in chunks."""
 SLIDING = {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1}
 """A configuration of a Qwen2 or Qwen3 whose layers slide, but for the first one."""
+SMALL_MODEL: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "intermediate_size": 96,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": True,
+    "eos_token_id": None,
+    "bos_token_id": None,
+}
+"""The configuration of small random models."""
 
 
 def save_random(
@@ -50,20 +64,7 @@ def save_random(
     last norm too, which makes the likeliest token clear (in the median 1.2 above the second), and the rest is drawn.
     """
     torch.manual_seed(seed)
-    config: dict[str, Any] = {
-        "vocab_size": VOCAB_SIZE,
-        "hidden_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "intermediate_size": 96,
-        "max_position_embeddings": 512,
-        "tie_word_embeddings": True,
-        "eos_token_id": None,
-        "bos_token_id": None,
-    }
-    config = {name: value for name, value in (config | changes).items() if value is not ...}
+    config = {name: value for name, value in (SMALL_MODEL | changes).items() if value is not ...}
     model = model_class(model_class.config_class(**config)).float().eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
