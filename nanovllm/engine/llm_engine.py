@@ -120,6 +120,8 @@ class LLMEngine:
         self._editor_lock = Lock()
         self._has_noted_limit = False
         """Whether a line of the log has told, in this run, that a request cannot reach its max_tokens."""
+        self._has_noted_shortage = False
+        """Whether a line of the log has told that the KV cache holds fewer sequences than may run."""
         self._num_requests = 0
         self._num_seqs = 0
         self._in_flight: deque[tuple[int, ScheduledStep, Handle, Clock]] = deque()
@@ -205,6 +207,22 @@ class LLMEngine:
             "a request with max_tokens=%d can get %d tokens at most: its prompt has %d, and both together have at most "
             "max_model_len=%d. Raise that, or lower max_tokens. Further requests of this call are not checked",
             *(wanted, room, num_prompt, self.config.max_model_len),
+        )
+
+    def _note_shortage(self) -> None:
+        """Log one line at the first preemption: how many sequences the KV cache holds, and what would hold more."""
+        self._has_noted_shortage = True
+        num_held = len(self.scheduler.running)
+        num_wanted = min(num_held + len(self.scheduler.waiting), self.config.max_num_seqs)
+        advice = "gpu_memory_utilization, kvcache_memory_bytes or num_kvcache_blocks"
+        if self.config.kv_cache_dtype == "auto":
+            times = 3.8 if self.config.dtype == "float32" else 1.9  # codes have scales beside them
+            holds = "all" if times * num_held >= num_wanted else f"about {int(times * num_held)}"
+            advice += f", or kv_cache_dtype='int8', which would hold {holds}"
+        logger.warning(
+            "the KV cache holds %d of %d sequences: the others wait, and one that must give up its room is computed "
+            "again. To hold more: %s. This is said once",
+            *(num_held, num_wanted, advice),
         )
 
     def next_numbers(self, num_seqs: int) -> tuple[int, int]:
@@ -352,6 +370,8 @@ class LLMEngine:
     def _plan(self, clock: Clock) -> ScheduledStep | None:
         """Return the next step, with its drafts: guessed tokens that it verifies. None if no step can be planned."""
         step = self.scheduler.schedule()
+        if self.scheduler.num_preemptions and not self._has_noted_shortage:
+            self._note_shortage()
         if step is None:
             return None
         clock.span("schedule")

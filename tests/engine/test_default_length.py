@@ -1,4 +1,7 @@
-"""max_model_len, left out: the model's own length if the KV cache holds such a sequence, else what it holds."""
+"""max_model_len, left out: the model's own length if the KV cache holds such a sequence, else what it holds.
+
+And what the log says if the KV cache, or a length, gives requests less than they could use.
+"""
 
 import json
 from pathlib import Path
@@ -109,6 +112,22 @@ def test_max_tokens_that_cannot_be_reached_are_told_once_a_call(
         assert warnings_of(caplog) == []
         llm.submit([1] * 60, SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)).result()
         assert len(warnings_of(caplog)) == 1
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
+def test_a_pool_that_holds_fewer_sequences_than_may_run_says_so_once(
+    kv_cache_dtype: str, long_model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Three prompts of two blocks each fit into six blocks. When they grow, one of them must leave."""
+    pool = {"max_num_seqs": 6, "block_size": 16, "num_kvcache_blocks": 6, "max_model_len": 64}
+    with LLM(long_model, **OPTIONS | pool, kv_cache_dtype=kv_cache_dtype) as llm:
+        prompts = [[i] * 17 for i in range(1, 9)]
+        tokens = say(llm, prompts, max_tokens=20)
+        (line,) = warnings_of(caplog)
+        assert line.startswith("the KV cache holds 2 of 6 sequences: ")
+        assert ("kv_cache_dtype='int8', which would hold all" in line) == (kv_cache_dtype == "auto")
+        assert say(llm, prompts, max_tokens=20) == tokens
+        assert warnings_of(caplog) == []
 
 
 def test_a_chats_line_without_max_tokens_keeps_its_limit(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -3,7 +3,7 @@
 A program of its own, because Triton's compiler and its interpreter cannot share a process. The constexprs come from the
 very functions that the wrappers call, so what is compiled here cannot drift from what is launched.
 
-    python tests/helpers/compile_kernels.py ARCH...       all configurations for those architectures (80, 89, 90, 100)
+    python tests/helpers/compile_kernels.py ARCH...       all configurations for those architectures (80, 89, 90, 100, 120)
     python tests/helpers/compile_kernels.py --quick ARCH  the kernels of one model of each kind
     python tests/helpers/compile_kernels.py --dtype float32 ARCH    another type than bfloat16
 """
@@ -84,7 +84,7 @@ MODELS = {
 }
 VOCAB_SIZE = 151_936
 BLOCK_SIZES = (64, 256)  # the defaults: triton's own, and flash_attn's (which uses the small kernels)
-SHARED_KIB = {arch: triton_shim._SHARED_KIB[divmod(arch, 10)] for arch in (80, 89, 90, 100)}
+SHARED_KIB = {arch: triton_shim._SHARED_KIB[divmod(arch, 10)] for arch in (80, 89, 90, 100, 120)}
 
 FORMATS = ((8, 1024, False), (4, 128, True), (4, 128, False), (4, 32, False), (8, 128, False))
 """Bits, group size, whether there are zeros: int8 at load, and checkpoints as they are published."""

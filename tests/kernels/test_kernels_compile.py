@@ -17,7 +17,7 @@ pytest.importorskip("triton")
 
 from nanovllm.backends.gpu.paged_decode import programs_at_once
 
-SHARED_KIB = {80: 163, 89: 99, 90: 227, 100: 227}
+SHARED_KIB = {80: 163, 89: 99, 90: 227, 100: 227, 120: 99}
 """Shared memory that one program may use (CUDA C++ Programming Guide, "Compute capabilities")."""
 
 
@@ -90,6 +90,8 @@ def check(compiled: list[dict[str, Any]]) -> None:
             # cap, two registers have no room on sm_100.
             config = result["config"]
             most = 8 if config["WINDOW"] and config["SOFTCAP"] and result["arch"] == 100 else 0
+            if result["arch"] == 120:
+                most = 48  # prompts over a cache of codes, with a window; no kernel of decodes spills there
             assert result["stack"] <= most or config["HEAD_DIM"] < 256, result
             if config["WINDOW"] or config["SOFTCAP"]:
                 assert result["stack"] <= most and result["narrow_loads"] == 0, result
@@ -153,7 +155,7 @@ def check_pipelined(compiled: list[dict[str, Any]]) -> None:
         pytest.param(("--quick", "90"), id="few-90"),
         pytest.param(("--quick", "--dtype", "float16", "90"), id="few-float16-90", marks=pytest.mark.slow),
         pytest.param(("--quick", "--dtype", "float32", "90"), id="few-float32-90", marks=pytest.mark.slow),
-        *(pytest.param(("--quick", arch), id=f"few-{arch}", marks=pytest.mark.slow) for arch in ("80", "89", "100")),
+        *(pytest.param(("--quick", arch), id=f"few-{arch}", marks=pytest.mark.slow) for arch in ("80", "89", "100", "120")),
         pytest.param(("90",), id="all-90", marks=[pytest.mark.slow, pytest.mark.longest]),
     ],
 )

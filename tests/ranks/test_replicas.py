@@ -63,7 +63,7 @@ def test_each_replica_has_whole_cores_of_one_socket_and_nobody_elses(sizes: list
 def test_each_replica_sees_gpus_of_its_own() -> None:
     assert share_gpus(None, 4, 2, 2) == ["0,1", "2,3"]
     assert share_gpus("3,GPU-5f", 2, 2, 1) == ["3", "GPU-5f"]
-    with pytest.raises(ValueError, match=r"data_parallel_size is 3; replicas of 2 GPUs need 6, and there are 4"):
+    with pytest.raises(ValueError, match=r"a replica has 2 GPUs: 3 replicas need 6 GPUs, and there are 4\. Lower"):
         share_gpus(None, 4, 3, 2)
 
 

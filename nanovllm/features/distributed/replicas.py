@@ -114,9 +114,10 @@ def share_gpus(visible: str | None, num_gpus: int, count: int, num_ranks: int) -
         num_gpus: how many GPUs this process can use.
     """
     if num_gpus < count * num_ranks:
+        each = "an engine fills one GPU" if num_ranks == 1 else f"a replica has {num_ranks} GPUs"
         raise ValueError(
-            f"data_parallel_size is {count}; replicas of {num_ranks} GPUs need {count * num_ranks}, and there are "
-            f"{num_gpus}: lower it"
+            f"data_parallel_size is {count}, and {each}: {count} replicas need {count * num_ranks} GPUs, and there are "
+            f"{num_gpus}. Lower data_parallel_size; one engine already computes many sequences at once (max_num_seqs)"
         )
     names = visible.split(",") if visible else [str(i) for i in range(num_gpus)]
     return [",".join(names[i * num_ranks : (i + 1) * num_ranks]) for i in range(count)]
