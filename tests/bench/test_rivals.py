@@ -99,6 +99,44 @@ def test_what_cannot_run_is_one_sentence_and_the_others_go_on(
     assert next(line for line in out.splitlines() if line.startswith("runs ")).endswith("weights Q8_0")
 
 
+UPSTREAM = """
+from nanovllm.engine import llm_engine
+
+class SamplingParams:
+    def __init__(self, temperature, ignore_eos, max_tokens):
+        assert ignore_eos
+        self.max_tokens = max_tokens
+
+class LLM:
+    def __init__(self, model, max_model_len, max_num_seqs):
+        assert llm_engine.AutoTokenizer.from_pretrained(model, use_fast=True).eos_token_id == -1
+
+    def generate(self, prompts, params, use_tqdm):
+        return [{"token_ids": prompt[:1] * one.max_tokens} for prompt, one in zip(prompts, params, strict=True)]
+"""
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_nano_vllm_is_measured_although_its_package_has_our_name(is_there: bool, tmp_path: Path) -> None:
+    if is_there:
+        (tmp_path / "nanovllm" / "engine").mkdir(parents=True)
+        (tmp_path / "nanovllm" / "__init__.py").write_text(UPSTREAM)
+        (tmp_path / "nanovllm" / "engine" / "llm_engine.py").write_text("AutoTokenizer = None")
+    spec = {name: None for name in ("max_num_batched_tokens", "tensor_parallel_size")}
+    spec |= {"device": "cuda", "model": "m", "max_model_len": 64, "max_num_seqs": 2, "temperature": 0.6}
+    spec |= {"workload": vars(WORKLOAD), "warm_up": vars(WORKLOAD)}
+    (tmp_path / "spec.json").write_text(json.dumps(spec))
+    command = [sys.executable, "-m", "benchmarks.rivals.nano_vllm", str(tmp_path / "spec.json"), ""]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(ROOT), str(tmp_path)))}
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+    document = json.loads(result.stdout.splitlines()[-1])
+    if is_there:
+        assert document["num_output_tokens"] == 7
+        assert set(document["versions"]) == {"nano-vllm", "torch"}
+    else:
+        assert "no nano-vLLM of its own" in document["cannot_run"]
+
+
 COMPARE_WITH_A_SLEEPER = '''
 import sys
 from pathlib import Path
@@ -195,10 +233,10 @@ def test_the_script_of_a_rival_installs_it_in_the_version_that_is_asked_for(name
     assert (done := run(str(tmp_path / "env"), "1.2.3")).returncode == 0, done.stderr
     lines = log.read_text().splitlines()
     assert lines[0] == f"-m venv {tmp_path / 'env'}"
-    assert sum(line.endswith("==1.2.3") and " pip install " in line for line in lines) == 1
+    assert sum(line.endswith(("==1.2.3", "@1.2.3")) and " pip install " in line for line in lines) == 1
     assert lines[-1].startswith("-c import ") and rival.package in lines[-1]
     for wrong in ((), ("--help",), ("-x",)):
-        assert (done := run(*wrong)).returncode == 2 and f" {name} (" in done.stderr + done.stdout
+        assert (done := run(*wrong)).returncode == 2 and f"{name} (" in done.stderr + done.stdout
 
 
 def test_every_line_runs_its_rivals_interpreter_with_its_mode(tmp_path: Path) -> None:
