@@ -1,8 +1,11 @@
 #!/usr/bin/env bash
-# What to run first on a GPU, in three calls of under ten minutes each:
+# What to run first on a GPU, in calls of under ten minutes each:
 #     scripts/gpu_first_hour.sh 1    does it work
 #     scripts/gpu_first_hour.sh 2    where does the time go
 #     scripts/gpu_first_hour.sh 3    which configuration is fastest
+#     scripts/gpu_first_hour.sh 4    beside nano-vLLM, and with flash-attn: NANO_VLLM_PYTHON is an interpreter that has both
+#     scripts/gpu_first_hour.sh 5    beside vLLM: VLLM_PYTHON is an interpreter that has it
+#     scripts/gpu_first_hour.sh 6    what an item of decode attention costs; weights and caches in one byte
 #     scripts/gpu_first_hour.sh pack nothing but the packing of compiled kernels
 # Each call writes one log to $OUT (default: gpu-first-hour); docs/benchmarks.md wants the figures in it. All compiled
 # kernels are packed into one file beside the logs, triton-cache.tgz. A machine may keep nothing from call to call, and
@@ -75,19 +78,40 @@ case ${1:-} in
     step bench_8b 90 "$python" bench.py --model qwen3-8b
     step profile 50 "$python" scripts/gpu_profile.py
     step no_pdl 40 "$python" scripts/gpu_profile.py --no-pdl
-    step bench_kernels 120 "$python" benchmarks/bench_kernels.py --backends triton --batches 1 64 256 --contexts 1024 4096
+    step products 40 "$python" scripts/gpu_profile.py --eager
+    step bench_kernels 100 "$python" benchmarks/bench_kernels.py --backends triton --batches 1 64 256 --contexts 1024 4096
     # torch allocates more than a tensor needs, so this finds only what lies far beyond one.
-    step memcheck 90 compute-sanitizer --tool memcheck --error-exitcode 1 --target-processes all \
+    step memcheck 70 compute-sanitizer --tool memcheck --error-exitcode 1 --target-processes all \
       "${tests[@]}" tests/gpu/test_gpu_kernels.py -k "captured_decode or (routing or products) and bfloat16"
     ;;
   3)
     step sweep 570 "$python" scripts/gpu_sweep.py
     ;;
+  4)
+    rival=${NANO_VLLM_PYTHON:?an interpreter that has nano-vLLM, as scripts/rival_env.sh nano-vllm makes one}
+    step nano_vllm 300 "$python" bench.py --compare nano-vllm --nano-vllm-python "$rival" --repeat 2 --run-seconds 140
+    step flash_attn 120 "${tests[@]}" -n 12 tests/gpu/test_gpu_kernels.py -k flash_attn
+    step bench_flash_attn 60 "$python" bench.py --attention-backend flash_attn
+    ;;
+  5)
+    rival=${VLLM_PYTHON:?an interpreter that has vLLM, as scripts/rival_env.sh vllm makes one}
+    step vllm 570 "$python" bench.py --compare vllm --vllm-python "$rival" --repeat 2 --run-seconds 400
+    ;;
+  6)
+    step items 40 "$python" benchmarks/bench_kernels.py --backends triton --batches 256 --contexts 256 1024 4096
+    step items_64 30 "$python" benchmarks/bench_kernels.py --backends triton --batches 64 --contexts 4096
+    step bench_int8_kv 50 "$python" bench.py --kv-cache-dtype int8
+    step bench_int8_dynamic 60 "$python" bench.py --model qwen3-8b --quantization int8-dynamic
+    step moe_int8_kv 100 "$python" bench.py --model qwen3-30b-a3b --kv-cache-dtype int8
+    step moe_memory 100 "$python" bench.py --model qwen3-30b-a3b --gpu-memory-utilization 0.95
+    step moe_int8 90 "$python" bench.py --model qwen3-30b-a3b --quantization int8
+    step bench_8b_int8 90 "$python" bench.py --model qwen3-8b --quantization int8-dynamic --kv-cache-dtype int8
+    ;;
   pack)
     pack
     ;;
   *)
-    sed -n '2,11s/^# //p' "$0"
+    sed -n '2,13s/^# //p' "$0"
     exit 2
     ;;
 esac

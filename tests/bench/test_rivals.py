@@ -122,7 +122,7 @@ def test_nano_vllm_is_measured_although_its_package_has_our_name(is_there: bool,
         (tmp_path / "nanovllm" / "engine").mkdir(parents=True)
         (tmp_path / "nanovllm" / "__init__.py").write_text(UPSTREAM)
         (tmp_path / "nanovllm" / "engine" / "llm_engine.py").write_text("AutoTokenizer = None")
-    spec = {name: None for name in ("max_num_batched_tokens", "tensor_parallel_size")}
+    spec = dict.fromkeys(("max_num_batched_tokens", "tensor_parallel_size"))
     spec |= {"device": "cuda", "model": "m", "max_model_len": 64, "max_num_seqs": 2, "temperature": 0.6}
     spec |= {"workload": vars(WORKLOAD), "warm_up": vars(WORKLOAD)}
     (tmp_path / "spec.json").write_text(json.dumps(spec))

@@ -9,9 +9,12 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+import torch
 from _pytest.mark.expression import Expression
 from helpers.paths import ROOT
+from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.bench_compare import RIVALS
 from nanovllm.config import EngineConfig
 
 SCRIPT = ROOT / "scripts" / "gpu_first_hour.sh"
@@ -86,7 +89,7 @@ def test_every_configuration_of_the_sweep_is_right() -> None:
 
 
 def test_every_step_chooses_tests_and_options_that_exist(tmp_path: Path) -> None:
-    """All three calls, with stand-ins for Python and the sanitizer that note their arguments.
+    """All calls, with stand-ins for Python and the sanitizer that note their arguments.
 
     A call leaves its log and the kernels, because few files may come back from a machine.
     """
@@ -98,15 +101,16 @@ def test_every_step_chooses_tests_and_options_that_exist(tmp_path: Path) -> None
     cache.mkdir()
     environment = os.environ | {"OUT": str(tmp_path / "out"), "TRITON_CACHE_DIR": str(cache), "PYTHON": str(python)}
     environment["PATH"] = f"{tmp_path}:{os.environ['PATH']}"
+    environment |= {"NANO_VLLM_PYTHON": sys.executable, "VLLM_PYTHON": sys.executable}
     names = []
-    for number in "123":
+    for number in "123456":
         result = subprocess.run(["bash", SCRIPT, number], env=environment, capture_output=True, text=True, check=False)
         assert result.returncode == 0 and "failed" not in result.stdout, result
         assert {path.name for path in (tmp_path / "out").iterdir()} == {f"call-{number}.log", "triton-cache.tgz"}
         names += re.findall(r"^=== (\S+):", (tmp_path / "out" / f"call-{number}.log").read_text(), re.MULTILINE)
         (tmp_path / "out" / f"call-{number}.log").unlink()
     calls = [line.split("\037")[:-1] for line in (tmp_path / "calls").read_text().splitlines()]
-    assert len(calls) == len(names) == 18
+    assert len(calls) == len(names) == 31
     remaining = {f"tests/gpu/{path.name}": read_tests(path.name) for path in (ROOT / "tests" / "gpu").glob("*.py")}
     del remaining["tests/gpu/test_gpu_first_hour.py"]
     for call in calls:
@@ -115,6 +119,8 @@ def test_every_step_chooses_tests_and_options_that_exist(tmp_path: Path) -> None
             texts = script.read_text()
             if script.name == "bench.py":
                 texts += (ROOT / "nanovllm" / "apps" / "bench.py").read_text()
+                texts += (ROOT / "benchmarks" / "bench_compare.py").read_text()
+                texts += " ".join(f'"--{name}-python"' for name in RIVALS)
                 texts += " ".join(f'"--{field.name.replace("_", "-")}"' for field in fields(EngineConfig))
             for option in (part for part in call if part.startswith("--")):
                 assert f'"{option}"' in texts, call
@@ -129,7 +135,7 @@ def test_every_step_chooses_tests_and_options_that_exist(tmp_path: Path) -> None
 
 
 def test_a_step_that_takes_its_whole_time_takes_none_from_the_next() -> None:
-    for call in SCRIPT.read_text().split(";;")[:3]:
+    for call in SCRIPT.read_text().split(";;")[:6]:
         limits = re.findall(r"^ +step \S+ (\d+) ", call, re.MULTILINE)
         assert limits and sum(map(int, limits)) <= 570
 
@@ -158,3 +164,20 @@ def test_an_archive_that_is_not_there_ends_the_call(tmp_path: Path) -> None:
     result = run(tmp_path / "out", tmp_path / "cache", "pack", str(tmp_path / "none" / "triton-cache.tgz"))
     assert result.returncode == 2
     assert f"cannot unpack {tmp_path}/none/triton-cache.tgz" in result.stderr
+
+
+def test_products_are_listed_by_shape() -> None:
+    pytest.importorskip("triton")
+    from scripts.gpu_profile import describe_products
+
+    x = torch.ones(3, 8)
+    weights = [torch.ones(8, 4), torch.ones(8, 5)]
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiled:
+        for _ in range(2):
+            for weight in weights:
+                x @ weight
+                torch.addmm(torch.ones(5), x, weights[1])
+    head, *lines = describe_products(profiled.key_averages(group_by_input_shape=True), 2)
+    assert head.split() == ["us", "a", "step", "number", "us", "each", "product"]
+    found = {line.split(None, 3)[3]: float(line.split()[1]) for line in lines}
+    assert found == {"mm [3, 8] x [8, 4]": 1, "mm [3, 8] x [8, 5]": 1, "addmm [3, 8] x [8, 5]": 2}

@@ -155,7 +155,10 @@ def check_pipelined(compiled: list[dict[str, Any]]) -> None:
         pytest.param(("--quick", "90"), id="few-90"),
         pytest.param(("--quick", "--dtype", "float16", "90"), id="few-float16-90", marks=pytest.mark.slow),
         pytest.param(("--quick", "--dtype", "float32", "90"), id="few-float32-90", marks=pytest.mark.slow),
-        *(pytest.param(("--quick", arch), id=f"few-{arch}", marks=pytest.mark.slow) for arch in ("80", "89", "100", "120")),
+        *(
+            pytest.param(("--quick", arch), id=f"few-{arch}", marks=pytest.mark.slow)
+            for arch in ("80", "89", "100", "120")
+        ),
         pytest.param(("90",), id="all-90", marks=[pytest.mark.slow, pytest.mark.longest]),
     ],
 )
