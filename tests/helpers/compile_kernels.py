@@ -143,12 +143,17 @@ def launches(models: dict[str, Model], block_sizes: tuple[int, ...], arch: int, 
         return Launch(kernel, tuple(config.items()), tuple(types.items()), own)
 
     def launch_attention(
-        group: int, head_dim: int, block_size: int, cache: str, variant: AttentionVariant | None = None
+        group: int,
+        head_dim: int,
+        block_size: int,
+        cache: str,
+        variant: AttentionVariant | None = None,
+        ahead: bool = False,
     ) -> Iterator[Launch]:
         constants, sinks = online_softmax.read_variant(variant)
         if sinks is None:
             constants["sinks_ptr"] = None
-        split = paged_decode.split_config(group, head_dim, block_size, caches[cache]) | constants
+        split = paged_decode.split_config(group, head_dim, block_size, caches[cache]) | constants | {"AHEAD": ahead}
         types = {}
         if cache in CODES:
             types = dict.fromkeys(("k_cache_ptr", "v_cache_ptr"), cache)
@@ -212,7 +217,7 @@ def launches(models: dict[str, Model], block_sizes: tuple[int, ...], arch: int, 
                     yield launch(grouped_linear._grouped_linear_kernel, config)
     if dtype == torch.bfloat16 and arch != 89:  # as on sm_80
         for group, head_dim, cache, variant in VARIANTS:
-            yield from launch_attention(group, head_dim, block_sizes[0], cache, variant)
+            yield from launch_attention(group, head_dim, block_sizes[0], cache, variant, ahead=True)
     for kernel, config, types in quantized_launches(FORMATS[:2] if len(block_sizes) == 1 else FORMATS, itemsize):
         yield launch(kernel, config, **types)
     yield launch(gate_and_mul._gate_and_mul_kernel, gate_and_mul.gate_and_mul_config(silu=True))

@@ -13,7 +13,7 @@ In their assembly $2 is a register with two pairs, $0 gets their low bytes, and 
 The references are `attend_reference` in ops/attention.py and ops/kv_codes.py.
 """
 
-from nanovllm.backends.gpu.decode_chunks import find_chunk, finish_chunk
+from nanovllm.backends.gpu.decode_chunks import find_chunk, finish_chunk, prefetch_chunk
 from nanovllm.backends.gpu.launch import wait_for_predecessor
 from nanovllm.backends.gpu.online_softmax import cap_scores, start_softmax, update_softmax
 from nanovllm.backends.gpu.triton_shim import INTERPRETED, tl, triton
@@ -126,6 +126,7 @@ def split_codes_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
+    AHEAD: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     IS_FP8: tl.constexpr,
@@ -146,7 +147,8 @@ def split_codes_kernel(
     offset = (head * GROUP + row)[:, None] * HEAD_DIM + 2 * pair[None, :]
     k_offset = key[None, :] * token_stride + pair[:, None]
     v_offset = key[:, None] * token_stride + pair[None, :]
-    for item in tl.range(tl.load(share_begins_ptr + program), tl.load(share_begins_ptr + program + 1)):
+    end_item = tl.load(share_begins_ptr + program + 1)
+    for item in tl.range(tl.load(share_begins_ptr + program), end_item):
         seq, begin, end, num_parts, visible = find_chunk(items_ptr, first_item_ptr, item, TILE, WINDOW)
         q_even = tl.load(q_ptr + seq * q_stride + offset, mask=is_query, other=0.0)
         q_odd = tl.load(q_ptr + seq * q_stride + offset + 1, mask=is_query, other=0.0)
@@ -179,6 +181,12 @@ def split_codes_kernel(
             even = tl.dot(weights, v_even, even * shrink[:, None], input_precision="ieee")
             odd = tl.dot(weights, v_odd, odd * shrink[:, None], input_precision="ieee")
 
+        if AHEAD:
+            caches = (k_cache_ptr, v_cache_ptr)
+            strides = (page_stride, token_stride, head_stride)
+            lists = (items_ptr, first_item_ptr, block_tables_ptr, table_stride)
+            following = tl.minimum(item + 1, end_item - 1)
+            prefetch_chunk(caches, strides, *lists, following, head, BLOCK_SIZE, TILE, HALF, WINDOW)
         merge_pointers = (first_item_ptr, arrivals_ptr + head * num_seqs, partial_out_ptr, partial_lse_ptr)
         acc = tl.interleave(even, odd)
         numbers = (item, seq, num_parts, head, num_heads)

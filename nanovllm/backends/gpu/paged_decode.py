@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nanovllm.backends.gpu.decode_chunks import find_chunk, finish_chunk
+from nanovllm.backends.gpu.decode_chunks import find_chunk, finish_chunk, prefetch_chunk
 from nanovllm.backends.gpu.decode_codes import split_codes_kernel
 from nanovllm.backends.gpu.launch import launch, wait_for_predecessor
 from nanovllm.backends.gpu.online_softmax import cap_scores, read_variant, start_softmax, update_softmax
@@ -115,6 +115,7 @@ def _split_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
+    AHEAD: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     PDL: tl.constexpr,
@@ -135,7 +136,8 @@ def _split_kernel(
     # Offsets take 4 bytes, pointers 8. These are kept through the whole loop, and every register counts.
     k_offset = key[None, :] * token_stride + dim[:, None]
     v_offset = key[:, None] * token_stride + dim[None, :]
-    for item in tl.range(tl.load(share_begins_ptr + program), tl.load(share_begins_ptr + program + 1)):
+    end_item = tl.load(share_begins_ptr + program + 1)
+    for item in tl.range(tl.load(share_begins_ptr + program), end_item):
         seq, begin, end, num_parts, visible = find_chunk(items_ptr, first_item_ptr, item, TILE, WINDOW)
         q = tl.load(q_ptr + seq * q_stride + offset, mask=is_query[:, None], other=0.0)
         table_ptr = block_tables_ptr + seq * table_stride
@@ -160,6 +162,12 @@ def _split_kernel(
             highest, total, weights, shrink = update_softmax(scores, highest, total, MAY_LACK_KEYS=False)
             acc = tl.dot(weights.to(q.dtype), v, acc * shrink[:, None], input_precision="ieee")
 
+        if AHEAD:
+            caches = (k_cache_ptr, v_cache_ptr)
+            strides = (page_stride, token_stride, head_stride)
+            lists = (items_ptr, first_item_ptr, block_tables_ptr, table_stride)
+            following = tl.minimum(item + 1, end_item - 1)
+            prefetch_chunk(caches, strides, *lists, following, head, BLOCK_SIZE, TILE, HEAD_DIM, WINDOW)
         merge_pointers = (first_item_ptr, arrivals_ptr + head * num_seqs, partial_out_ptr, partial_lse_ptr)
         numbers = (item, seq, num_parts, head, num_heads)
         finish_chunk(out_ptr, acc, highest, total, merge_pointers, *numbers, GROUP, MAY_LACK_KEYS=WINDOW is not None)
@@ -190,13 +198,15 @@ def split_config(group: int, head_dim: int, block_size: int, itemsize: int) -> d
     """64 keys, 3 stages and 4 warps: two buffers of K and V in 72 KiB, so three programs share a Hopper's memory.
 
     At most 168 registers a thread let three programs share its registers, too. Codes of heads of 256 need more, so two
-    programs do. itemsize is that of the cache.
+    programs do. itemsize is that of the cache. AHEAD: a program asks for the next chunk's first tile before it stores
+    the output of a chunk. No GPU has timed that, so it is off, and scripts/gpu_sweep.py times both.
     """
     return {
         "GROUP": group,
         "HEAD_DIM": head_dim,
         "BLOCK_SIZE": block_size,
         "TILE": key_tile(head_dim, block_size, itemsize),
+        "AHEAD": False,
         "num_warps": 4,
         "num_stages": 2 if itemsize == 4 else 3,
         "maxnreg": 255 if itemsize == 1 and head_dim > 128 else 168,
