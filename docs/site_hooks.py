@@ -28,13 +28,16 @@ DEMO = "<!-- the demo -->"
 """Where the front page and the guide's first page link to the demo, a page that only the site has."""
 ESTIMATOR = "<!-- the estimator -->"
 """Where docs/estimator.md has its controls. They need a script, so only the site has them."""
+SOURCE_HEAD = """\
+<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">
+"""
 SOURCE_STYLE = f"""
 :root {{ color-scheme: light dark; }}
-body {{ margin: 1rem; background: #f0f0f0; color: #16191d; font-family: sans-serif; }}
+body {{ margin: 1rem; background: #ffffff; color: #16191d; font-family: sans-serif; }}
 h1 {{ font-size: 1.1rem; overflow-wrap: anywhere; }}
 pre {{ font-size: 13px; line-height: 1.4; overflow-x: auto; }}
-a:target::before {{ content: "\\25b8 "; color: #d55e00; }}
-{HtmlFormatter(style="friendly").get_style_defs(".highlight")}
+span:target::before {{ content: "\\25b8 "; color: #d55e00; }}
+{HtmlFormatter(style="default").get_style_defs(".highlight")}
 @media (prefers-color-scheme: dark) {{
 body {{ background: #0d1117; color: #e6edf3; }}
 {HtmlFormatter(style="github-dark").get_style_defs(".highlight")}
@@ -91,8 +94,9 @@ def add_sources(files: Files, config: Any) -> None:
     for path in sorted(path for path in linked if path.suffix == ".py" and path.is_relative_to(ROOT)):
         name = path.relative_to(ROOT).as_posix()
         code = highlight(path.read_text(encoding="utf-8"), PythonLexer(), HtmlFormatter(lineanchors="line"))
-        head = '<!doctype html><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
-        page = f"{head}<title>{name}</title><style>{SOURCE_STYLE}</style><h1>{name}</h1>{code}"
+        code = re.sub(r'<a id="(line-\d+)"[^>]*></a>', r'<span id="\1"></span>', code)  # not a link without words
+        code = code.replace("<pre>", '<pre tabindex="0">', 1)  # the arrow keys scroll it
+        page = f"{SOURCE_HEAD}<title>{name}</title><style>{SOURCE_STYLE}</style><main><h1>{name}</h1>{code}</main>"
         files.append(File.generated(config, name_source(path), content=page))
 
 
@@ -137,10 +141,19 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Put the estimator into its page. mkdocs calls it for every page, after it has made HTML of it."""
+    """Put the estimator into its page. mkdocs calls it for every page, after it has made HTML of it.
+
+    A heading of a column without words becomes an empty cell: a screen reader would announce a heading without a name.
+    """
     from docs.estimator import render_estimator
 
+    html = re.sub(r"<th([^>]*)></th>", r"<td\1></td>", html)
     return html.replace(ESTIMATOR, render_estimator()) if ESTIMATOR in html else html
+
+
+def on_post_page(output: str, **_: Any) -> str:
+    """Name the theme's search for screen readers. mkdocs calls it for every page, when it is complete."""
+    return output.replace(' role="dialog"', ' role="dialog" aria-label="Search"')
 
 
 def rewrite_links(text: str, folder: Path, site_folder: PurePosixPath) -> str:
