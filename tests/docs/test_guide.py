@@ -78,6 +78,16 @@ def test_every_block_of_a_chapter_can_be_pasted_and_prints_what_the_chapter_says
     assert [*tmp_path.iterdir()] == [], "a reader may sit in the checkout"
 
 
+@pytest.mark.parametrize("chapter", CHAPTERS, ids=lambda chapter: chapter.stem)
+def test_no_block_leaves_the_next_prompt_in_its_line_of_output(chapter):
+    """In a terminal, Python writes `>>>` after what a statement prints, also if that does not end its line."""
+    for experiment in find_experiments(chapter.read_text()):
+        for node in ast.parse(experiment.code).body:
+            call = getattr(node, "value", None)
+            ends = [key.arg for key in call.keywords] if isinstance(call, ast.Call) else []
+            assert "end" not in ends, f"print on one line:\n{experiment.code}"
+
+
 def drop_empty_lines(code: str) -> list[str]:
     return [line for line in code.splitlines() if line.strip()]
 
@@ -177,6 +187,16 @@ def test_a_chapter_ends_with_mistakes_questions_and_what_the_reader_can_do(chapt
         assert sorted([right, *explained]) == choices, "the answer explains every wrong choice"
         assert part.count("<details") == part.count("</details>") == 1
     assert len(re.findall(r"^\* ", abilities, re.M)) >= 3
+
+
+LEARNED = [*CHAPTERS, *(GUIDE / name for name in ("index.md", "engine.md", "terms.md", "map.md", "../estimator.md"))]
+
+
+@pytest.mark.parametrize("page", LEARNED, ids=lambda page: page.stem)
+def test_a_page_says_first_what_the_reader_can_do_after_it(page):
+    _, *paragraphs = page.read_text().split("\n\n")
+    start = re.compile(r"After (this chapter|this page|these chapters) you can ")
+    assert any(start.match(paragraph) for paragraph in paragraphs[:2])
 
 
 def test_right_answers_stand_at_every_place():
@@ -348,8 +368,18 @@ def test_the_site_has_the_guide_first_its_notebooks_and_a_demo(tmp_path):
     assert links and all((tmp_path / "guide" / link / "index.html").is_file() for link in links.values())
     assert 'href="demo.html"' in (tmp_path / "guide" / "index.html").read_text()
     assert render_estimator() in (tmp_path / "estimator" / "index.html").read_text()
+    for page in tmp_path.rglob("*.html"):
+        check_names(page.read_text(), page.relative_to(tmp_path))
     check_links_to_code(tmp_path / "guide" / "map" / "index.html", 27)
     check_links_to_code(tmp_path / "guide" / CHAPTERS[1].stem / "index.html", 11)
+
+
+def check_names(html: str, page: Path) -> None:
+    """A screen reader has words for whatever it announces."""
+    assert '<html lang="en"' in html, page
+    assert "<th></th>" not in html and not re.search(r"<a [^>]*></a>", html), page
+    assert all(re.search(r' alt="[^"]', picture) for picture in re.findall(r"<img [^>]*>", html)), page
+    assert all("aria-label=" in dialog for dialog in re.findall(r'<[^>]* role="dialog"[^>]*>', html)), page
 
 
 def check_links_to_code(page: Path, number: int) -> None:
