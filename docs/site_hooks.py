@@ -156,6 +156,9 @@ def on_post_page(output: str, **_: Any) -> str:
     return output.replace(' role="dialog"', ' role="dialog" aria-label="Search"')
 
 
+on_post_template = on_post_page  # the page of a missing address
+
+
 def rewrite_links(text: str, folder: Path, site_folder: PurePosixPath) -> str:
     """Return text in which links to pages and to code lead to their places on the site, and others are words alone.
 
