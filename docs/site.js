@@ -10,8 +10,9 @@ function mendPage() {
   buttons.forEach((nav, i) => nav.setAttribute("aria-label", `Code block ${i + 1}`));
   const menu = document.querySelector("label.md-header__button[for=__drawer]");
   menu.tabIndex = 0;
-  menu.setAttribute("role", "button");
-  menu.setAttribute("aria-label", "Menu");
+  const icon = menu.querySelector("svg");
+  icon.setAttribute("role", "img");
+  icon.setAttribute("aria-label", "Menu");
 }
 addEventListener("keydown", (event) => {
   if (event.key === "Escape") document.getElementById("__drawer").checked = false;
