@@ -12,6 +12,12 @@ namespace {
 constexpr int MAX_TILE_ROWS = REGISTER_ROWS, FEW_TILE_ROWS = MAX_TILE_ROWS / 2;
 static_assert(2 * FEW_TILE_ROWS <= MAX_TILE_ROWS, "few rows x twice the columns must fit the same registers");
 
+// How many rows a tile has that widens its columns. Where there are 16 registers, the sums of three rows x 32 columns
+// leave too few of them for that, and compilers keep sums in memory. There such a tile is narrow: it has 16 columns, and
+// up to five rows.
+template <class T> constexpr bool IS_NARROW = T::STEPS > 1 && REGISTER == 32;
+template <class T> constexpr int MOST_WIDENED = IS_NARROW<T> ? 2 * MAX_TILE_ROWS - 1 : MAX_TILE_ROWS;
+
 // The left side of a product is stored in blocks of DEPTH steps of each row. If rows were a power of two apart, they
 // would compete for the same few sets of the L1 cache, so each row gets 16 steps of padding.
 constexpr int64_t DEPTH = 256, LEFT_ROW = DEPTH + 16;
@@ -81,16 +87,18 @@ inline void tile(const typename T::left* a, Columns b, int64_t k, float* c, int6
     for (int j = 0; j < SUMS; ++j) store(c + j / WIDTH * ldc + j % WIDTH * PART_LANES, acc[j]);
 }
 
-// Calls the `tile` for `rows` <= MAX_TILE_ROWS rows and 1, 2 or, for few rows, 4 vectors of 16 columns.
-template <class T, Piece PIECE, int ROWS = MAX_TILE_ROWS>
+// Calls the `tile` for `rows` rows: for 1 vector of 16 columns at most MOST_WIDENED, for 2 MAX_TILE_ROWS, and for 4
+// FEW_TILE_ROWS.
+template <class T, Piece PIECE, int ROWS = MOST_WIDENED<T>>
 inline void tile_of(int64_t rows, int vectors, const typename T::left* a, Columns b, int64_t k, float* c, int64_t ldc,
                     bool add, float* kept = nullptr) {
     if constexpr (ROWS > 0) {
         if (rows != ROWS) return tile_of<T, PIECE, ROWS - 1>(rows, vectors, a, b, k, c, ldc, add, kept);
         if constexpr (ROWS <= FEW_TILE_ROWS && PIECE == ALL)
             if (vectors == 4) return tile<T, ROWS, 4, PIECE>(a, b, k, c, ldc, add, kept);
-        if (vectors == 2) tile<T, ROWS, 2, PIECE>(a, b, k, c, ldc, add, kept);
-        else tile<T, ROWS, 1, PIECE>(a, b, k, c, ldc, add, kept);
+        if constexpr (ROWS <= MAX_TILE_ROWS)
+            if (vectors == 2) return tile<T, ROWS, 2, PIECE>(a, b, k, c, ldc, add, kept);
+        tile<T, ROWS, 1, PIECE>(a, b, k, c, ldc, add, kept);
     }
 }
 
@@ -158,14 +166,27 @@ inline void tiles(int64_t rows, int vectors, const typename T::left* a, Columns 
     if constexpr (T::PER_UNIT == 2)
         if (uses_amx<T>()) return amx_tiles(rows, vectors, a, b, k, c, ldc, add, target);
 #endif
-    if (rows <= MAX_TILE_ROWS) {
+    if (rows <= MOST_WIDENED<T>) {
         target.fetch(0, rows);
-        return tile_of<T, ALL>(rows, vectors, a, b, k, c, ldc, add);
+        if (!IS_NARROW<T> || rows < MAX_TILE_ROWS) return tile_of<T, ALL>(rows, vectors, a, b, k, c, ldc, add);
+        for (int v = 0; v < vectors; ++v, b.at += b.vector, b.ahead += LANES)
+            tile_of<T, ALL>(rows, 1, a, b, k, c + v * LANES, ldc, add);
+        return;
     }
     alignas(64) float kept[T::STEPS > 1 ? DEPTH * PANEL : 1];
-    const int64_t pieces = (rows + MAX_TILE_ROWS - 1) / MAX_TILE_ROWS;
+    // Narrow tiles take so many rows that the other pieces have MAX_TILE_ROWS.
+    const int64_t narrow = IS_NARROW<T> ? MAX_TILE_ROWS + rows % MAX_TILE_ROWS : 0;
+    const int64_t pieces = (rows - narrow + MAX_TILE_ROWS - 1) / MAX_TILE_ROWS + (IS_NARROW<T> ? vectors : 0);
     b.ahead_row = (b.ahead_row + pieces - 1) / pieces;
-    row_pieces(rows, MAX_TILE_ROWS, [&](int64_t first, int64_t count) {
+    if constexpr (IS_NARROW<T>) {
+        target.fetch(0, narrow);
+        for (int v = 0; v < vectors; ++v, b.ahead += k * b.ahead_row) {
+            const Columns half = {b.at + v * b.vector, b.row, b.vector, b.ahead, b.ahead_row};
+            tile_of<T, FIRST>(narrow, 1, a, half, k, c + v * LANES, ldc, add, kept + v * LANES);
+        }
+    }
+    row_pieces(rows - narrow, MAX_TILE_ROWS, [&](int64_t first, int64_t count) {
+        first += narrow;
         target.fetch(first, count);
         const auto* from = a + first * LEFT_ROW;
         const Columns widened = {(const uint32_t*)kept, PANEL, LANES, b.ahead, (b.ahead_row + 1) / 2};
