@@ -12,11 +12,14 @@ namespace {
 constexpr int MAX_TILE_ROWS = REGISTER_ROWS, FEW_TILE_ROWS = MAX_TILE_ROWS / 2;
 static_assert(2 * FEW_TILE_ROWS <= MAX_TILE_ROWS, "few rows x twice the columns must fit the same registers");
 
-// How many rows a tile has that widens its columns. Where there are 16 registers, the sums of three rows x 32 columns
-// leave too few of them for that, and compilers keep sums in memory. There such a tile is narrow: it has 16 columns, and
-// up to five rows.
-template <class T> constexpr bool IS_NARROW = T::STEPS > 1 && REGISTER == 32;
-template <class T> constexpr int MOST_WIDENED = IS_NARROW<T> ? 2 * MAX_TILE_ROWS - 1 : MAX_TILE_ROWS;
+// With AVX2's 16 registers the sums of MAX_TILE_ROWS x 32 columns leave too few of them to widen columns, and compilers
+// keep sums in memory. There a tile that widens is narrow: it has 16 columns, and up to MOST_NARROW rows. narrow_rows
+// says how many of a product's rows narrow tiles compute, so that the other pieces have MAX_TILE_ROWS each.
+constexpr bool HAS_NARROW = REGISTER == 32;
+constexpr int MOST_NARROW = 2 * MAX_TILE_ROWS - 1;
+template <class T> constexpr bool IS_NARROW = HAS_NARROW && T::STEPS > 1;
+template <class T> constexpr int MOST_WIDENED = IS_NARROW<T> ? MOST_NARROW : MAX_TILE_ROWS;
+inline int64_t narrow_rows(int64_t rows) { return MAX_TILE_ROWS + rows % MAX_TILE_ROWS; }
 
 // The left side of a product is stored in blocks of DEPTH steps of each row. If rows were a power of two apart, they
 // would compete for the same few sets of the L1 cache, so each row gets 16 steps of padding.
@@ -174,8 +177,7 @@ inline void tiles(int64_t rows, int vectors, const typename T::left* a, Columns 
         return;
     }
     alignas(64) float kept[T::STEPS > 1 ? DEPTH * PANEL : 1];
-    // Narrow tiles take so many rows that the other pieces have MAX_TILE_ROWS.
-    const int64_t narrow = IS_NARROW<T> ? MAX_TILE_ROWS + rows % MAX_TILE_ROWS : 0;
+    const int64_t narrow = IS_NARROW<T> ? narrow_rows(rows) : 0;
     const int64_t pieces = (rows - narrow + MAX_TILE_ROWS - 1) / MAX_TILE_ROWS + (IS_NARROW<T> ? vectors : 0);
     b.ahead_row = (b.ahead_row + pieces - 1) / pieces;
     if constexpr (IS_NARROW<T>) {

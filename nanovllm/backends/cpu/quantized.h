@@ -52,11 +52,15 @@ constexpr uint16_t to_bfloat16(int number) {  // exact up to 256
 // The lower and upper bytes of the bfloat16 numbers 0 to 63, and the bfloat16 and float32 numbers of 4 signed bits.
 struct Tables {
     alignas(64) uint8_t low[64] = {}, high[64] = {};
+    alignas(32) uint8_t nibble_low[32] = {}, nibble_high[32] = {};  // of the bfloat16 numbers
     alignas(64) uint16_t nibble_bfloat16[32] = {};
     alignas(64) float nibble_floats[16] = {};
     constexpr Tables() {
         for (int i = 0; i < 64; ++i) low[i] = (uint8_t)to_bfloat16(i), high[i] = (uint8_t)(to_bfloat16(i) >> 8);
-        for (int i = 0; i < 32; ++i) nibble_bfloat16[i] = to_bfloat16(((i & 15) ^ 8) - 8);
+        for (int i = 0; i < 32; ++i) {
+            const uint16_t number = to_bfloat16(((i & 15) ^ 8) - 8);
+            nibble_bfloat16[i] = number, nibble_low[i] = (uint8_t)number, nibble_high[i] = (uint8_t)(number >> 8);
+        }
         for (int i = 0; i < 16; ++i) nibble_floats[i] = (float)((i ^ 8) - 8);
     }
 };
@@ -64,8 +68,8 @@ constexpr Tables TABLES;
 
 // The formats say how a chunk stores codes. It has INPUTS inputs of the PANEL columns, which make STEPS steps. `place`
 // says where the code of a column and an input lies, counted in codes. `put` writes a chunk from rows of codes that are
-// `row` bytes apart, one for each column. `right` gives register v of the panel's columns for a step, `numbers` the
-// same for one input as whole numbers, and `code` a single code.
+// `row` bytes apart, one for each column. `right` gives register v of the panel's columns for a step, in the way that
+// is fastest for so many ROWS; `numbers` the same for one input as whole numbers, and `code` a single code.
 
 // Bytes from -127 to 127; with WHOLE, -128 too.
 template <class P, bool WHOLE> struct Int8 {
@@ -95,7 +99,7 @@ template <class P, bool WHOLE> struct Int8 {
     static inline ri numbers(const uint8_t* chunk, int k, int v) {
         return widen_bytes(chunk + k * PANEL + v * PART_LANES);
     }
-    static inline rf right(const uint8_t* chunk, int step, int v) {
+    template <int ROWS = MAX_TILE_ROWS> static inline rf right(const uint8_t* chunk, int step, int v) {
 #ifdef __AVX512VBMI__
         if constexpr (LOOKED_UP) {
             const __m512i c = load<__m512i>(chunk), sign = _mm512_set1_epi8(-128);
@@ -121,11 +125,23 @@ template <class P, bool WHOLE> struct Int8 {
     }
 };
 
-// Numbers from -8 to 7: the codes less 8. A 32-bit lane holds eight numbers of two columns, 16 apart.
+// Numbers from -8 to 7: the codes less 8. A 32-bit lane holds eight numbers of two columns, 16 apart. But with AVX2 a
+// byte holds two inputs of one column, and the lower or upper halves of 32 bytes are the columns of one step. For a
+// single row, two tables of 16 bytes make pairs of bfloat16 numbers of them. More rows use as much time for
+// multiplying as for converting, which then needs as few registers as possible.
 template <class P> struct Int4 {
     using left = P;
     static constexpr int BITS = 4, ZERO = 0x88, INPUTS = 2 * CHUNK / PANEL, STEPS = INPUTS / PER_STEP<P>;
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    static constexpr bool LOOKED_UP = true;
+#else
+    static constexpr bool LOOKED_UP = false;
+#endif
     static constexpr int place(int column, int k) {
+        if (LOOKED_UP) {
+            const int byte = column % 8 / 4 * 16 + column / 16 * 8 + column % 4 * 2 + column / 8 % 2;
+            return 2 * (k / 2 * PANEL + byte) + k % 2;
+        }
         const int half = IN_PAIRS<P> ? k % 2 * 4 + k / 2 * 2 : k * 2;
         return column % LANES * 8 + half + column / LANES;
     }
@@ -144,7 +160,7 @@ template <class P> struct Int4 {
     static inline ri numbers(const uint8_t* chunk, int k, int v) {
         return load<ri>(chunk + v % PARTS * REGISTER) << (28 - 4 * (2 * k + v / PARTS)) >> 28;
     }
-    static inline rf right(const uint8_t* chunk, int step, int v) {
+    template <int ROWS = MAX_TILE_ROWS> static inline rf right(const uint8_t* chunk, int step, int v) {
 #ifdef __AVX512F__
         // The instructions look at the lowest bits of an index only.
         const int shift = 4 * (2 * step + v);
@@ -157,6 +173,17 @@ template <class P> struct Int4 {
 #endif
         const __m512i index = (__m512i)(load<ri>(chunk) >> shift);
         return (rf)_mm512_permutexvar_ps(index, load<__m512>(TABLES.nibble_floats));
+#elif defined(__AVX2__)
+        const __m256i codes = load<__m256i>(chunk + step / 2 * PANEL);
+        if (ROWS > 1) {
+            const ri two = (ri)(v / 2 ? _mm256_unpackhi_epi16(codes, codes) : _mm256_unpacklo_epi16(codes, codes));
+            return __builtin_convertvector(two << (12 - 8 * (v % 2) - 4 * (step % 2)) >> 28, rf);
+        }
+        const __m256i numbers = _mm256_and_si256(step % 2 ? _mm256_srli_epi16(codes, 4) : codes, _mm256_set1_epi8(15));
+        const __m256i low = _mm256_shuffle_epi8(load<__m256i>(TABLES.nibble_low), numbers);
+        const __m256i high = _mm256_shuffle_epi8(load<__m256i>(TABLES.nibble_high), numbers);
+        const ri two = (ri)(v / 2 ? _mm256_unpackhi_epi8(low, high) : _mm256_unpacklo_epi8(low, high));
+        return (rf)(v % 2 ? two & ~0xffff : two << 16);
 #else
         return widen_numbers<Int4, P>(chunk, step, v);
 #endif
@@ -181,26 +208,30 @@ struct Ahead {
     int64_t chunk = CHUNK;
 };
 
-// Computes c[ROWS][PANELS * PANEL] = (or, with `add`, +=) a x the codes of PANELS panels that are `panel` bytes apart.
-// As in `tile`, every sum stays in a register and adds its products in the order of the inputs. With KEEP, it writes
-// the widened columns to `kept`.
-template <class Q, int ROWS, int PANELS, bool KEEP>
+// Computes c[ROWS][16 VECTORS] = (or, with `add`, +=) a x the codes of some columns: all of one or two panels that are
+// `panel` bytes apart, or 16 of one panel, from register FROM on. As in `tile`, every sum stays in a register and adds
+// its products in the order of the inputs. With KEEP, it writes the widened columns to `kept`. `c` and `kept` begin with
+// the panel's first column.
+template <class Q, int ROWS, int VECTORS, int FROM, bool KEEP>
 inline void code_tile(const typename Q::left::left* a, const uint8_t* b, int64_t panel, int64_t chunks, float* c,
-                      bool add, Ahead ahead, float* kept) {
+                      bool add, Ahead ahead, float* __restrict kept) {
     using P = Wide<typename Q::left>;
-    constexpr int WIDTH = PANELS * REGISTERS, SUMS = ROWS * WIDTH;
+    constexpr int WIDTH = VECTORS * PARTS, SUMS = ROWS * WIDTH, LDC = std::max(VECTORS * LANES, PANEL);
+    c += FROM * PART_LANES;
     rf acc[SUMS];
 #pragma GCC unroll 24
-    for (int j = 0; j < SUMS; ++j) acc[j] = add ? load<rf>(c + j * PART_LANES) : rf{};
+    for (int j = 0; j < SUMS; ++j) acc[j] = add ? load<rf>(c + j / WIDTH * LDC + j % WIDTH * PART_LANES) : rf{};
     for (int64_t i = 0; i < chunks; ++i) {
-        for (int p = 0; p < PANELS; ++p) __builtin_prefetch(ahead.at + i * ahead.chunk + p * panel, 0, 2);
+        for (int p = 0; FROM == 0 && p < VECTORS; p += 2)
+            __builtin_prefetch(ahead.at + i * ahead.chunk + p / 2 * panel, 0, 2);
 #pragma GCC unroll 24
         for (int step = 0; step < Q::STEPS; ++step) {
             rf right[WIDTH];
 #pragma GCC unroll 24
             for (int v = 0; v < WIDTH; ++v) {
-                right[v] = Q::right(b + i * CHUNK + v / REGISTERS * panel, step, v % REGISTERS);
-                if (KEEP) store(kept + (i * Q::STEPS + step) * PANEL + v * PART_LANES, right[v]);
+                const int at = FROM + v;
+                right[v] = Q::template right<ROWS>(b + i * CHUNK + at / REGISTERS * panel, step, at % REGISTERS);
+                if (KEEP) store(kept + (i * Q::STEPS + step) * PANEL + at * PART_LANES, right[v]);
             }
 #pragma GCC unroll 24
             for (int j = 0; j < SUMS; ++j)
@@ -208,19 +239,31 @@ inline void code_tile(const typename Q::left::left* a, const uint8_t* b, int64_t
         }
     }
 #pragma GCC unroll 24
-    for (int j = 0; j < SUMS; ++j) store(c + j * PART_LANES, acc[j]);
+    for (int j = 0; j < SUMS; ++j) store(c + j / WIDTH * LDC + j % WIDTH * PART_LANES, acc[j]);
 }
 
-// Calls the `code_tile` for `rows` <= MAX_TILE_ROWS rows and 1 or, for few rows, 2 panels.
-template <class Q, bool KEEP, int ROWS = MAX_TILE_ROWS>
+// Says how many rows a tile of codes has, and how many the first of several pieces has. Where tiles are narrow, codes
+// leave registers for the sums of four rows, and two rows need no narrow tile.
+constexpr int MOST_CODE_ROWS = HAS_NARROW ? MAX_TILE_ROWS + 1 : MAX_TILE_ROWS;
+inline int64_t first_code_rows(int64_t rows) {
+    const int64_t rest = rows % MAX_TILE_ROWS;
+    if (HAS_NARROW) return rest <= 1 ? MAX_TILE_ROWS + rest : rest;
+    return rows / ((rows + MAX_TILE_ROWS - 1) / MAX_TILE_ROWS);
+}
+
+// Calls the `code_tile` for `rows` <= MOST_CODE_ROWS rows and 1 or, for few rows, 2 panels.
+template <class Q, bool KEEP, int ROWS = MOST_CODE_ROWS>
 inline void code_tile_of(int64_t rows, int64_t panels, const typename Q::left::left* a, const uint8_t* b, int64_t panel,
                          int64_t chunks, float* c, bool add, Ahead ahead, float* kept = nullptr) {
     if constexpr (ROWS > 0) {
         if (rows != ROWS)
             return code_tile_of<Q, KEEP, ROWS - 1>(rows, panels, a, b, panel, chunks, c, add, ahead, kept);
         if constexpr (ROWS <= FEW_TILE_ROWS && !KEEP)
-            if (panels == 2) return code_tile<Q, ROWS, 2, KEEP>(a, b, panel, chunks, c, add, ahead, kept);
-        code_tile<Q, ROWS, 1, KEEP>(a, b, panel, chunks, c, add, ahead, kept);
+            if (panels == 2) return code_tile<Q, ROWS, 4, 0, KEEP>(a, b, panel, chunks, c, add, ahead, kept);
+        if constexpr (HAS_NARROW && ROWS >= MAX_TILE_ROWS) {
+            code_tile<Q, ROWS, 1, 0, KEEP>(a, b, panel, chunks, c, add, ahead, kept);
+            code_tile<Q, ROWS, 1, PARTS, KEEP>(a, b, panel, chunks, c, add, ahead, kept);
+        } else code_tile<Q, ROWS, 2, 0, KEEP>(a, b, panel, chunks, c, add, ahead, kept);
     }
 }
 
@@ -264,19 +307,18 @@ inline void code_tiles(int64_t rows, int64_t panels, const typename Q::left::lef
         if (uses_amx<typename Q::left>())
             return amx_code_tiles<Q>(rows, [=](int64_t i) { return a + i; }, b, chunks, c, add, ahead);
 #endif
-    if (rows <= MAX_TILE_ROWS)
+    if (rows <= MOST_CODE_ROWS)
         return code_tile_of<Q, false>(rows, panels, a, b, panel, chunks, c, add, {ahead});
     alignas(64) float kept[DEPTH * PANEL];
-    const int64_t pieces = (rows + MAX_TILE_ROWS - 1) / MAX_TILE_ROWS, steps = chunks * Q::STEPS;
+    const int64_t widened = first_code_rows(rows), others = rows - widened, steps = chunks * Q::STEPS;
+    const int64_t pieces = 1 + (others + MAX_TILE_ROWS - 1) / MAX_TILE_ROWS;
     const int64_t ahead_row = (CHUNK / 4 / Q::STEPS + pieces - 1) / pieces;
+    code_tile_of<Q, true>(widened, 1, a, b, panel, chunks, c, add, {ahead, 4 * Q::STEPS * ahead_row}, kept);
     Columns wide = {(const uint32_t*)kept, PANEL, LANES, (const uint32_t*)ahead, ahead_row};
-    row_pieces(rows, MAX_TILE_ROWS, [&](int64_t first, int64_t count) {
-        const auto* from = a + first * LEFT_ROW;
-        float* to = c + first * PANEL;
-        const Ahead share = {(const uint8_t*)wide.ahead, 4 * Q::STEPS * ahead_row};
-        if (first == 0) code_tile_of<Q, true>(count, 1, from, b, panel, chunks, to, add, share, kept);
-        else tile_of<Wide<typename Q::left>, OTHER>(count, 2, from, wide, steps, to, PANEL, add);
+    row_pieces(others, MAX_TILE_ROWS, [&](int64_t first, int64_t count) {
+        first += widened;
         wide.ahead += steps * ahead_row;
+        tile_of<Wide<typename Q::left>, OTHER>(count, 2, a + first * LEFT_ROW, wide, steps, c + first * PANEL, PANEL, add);
     });
 }
 
@@ -366,7 +408,8 @@ void multiply_code_panels(const typename Q::left::element* x, const Quantized& m
     const int64_t blocks = (m.chunks<Q>() * Q::STEPS + DEPTH - 1) / DEPTH;
     // Two panels at a time hide the latency of the multiply-add. For a single row the sums of one panel hide it, too, if
     // they are in 2 registers for each step of a chunk. Then the row waits for memory, and one stream is read faster.
-    const bool is_stream = rows == 1 && 2 * Q::STEPS <= REGISTERS;
+    // Where looking up numbers takes registers, the sums of two panels would not stay in theirs.
+    const bool is_stream = rows == 1 && (2 * Q::STEPS <= REGISTERS || HAS_NARROW);
     const int64_t together = rows <= FEW_TILE_ROWS && !is_stream && !uses_amx<P>() ? 2 : 1;
     const AmxRegisters registers(rows, uses_amx<P>());
     row_pieces(rows, rows_together<typename Q::left>(m.chunks<Q>() * Q::STEPS), [&](int64_t first, int64_t count) {
