@@ -3,12 +3,12 @@
 import sys
 from typing import TYPE_CHECKING, Any
 
-from nanovllm import engine, utils
+from nanovllm import config, engine, inputs, outputs, sampling_params, utils
 from nanovllm.config import EngineConfig
 from nanovllm.inputs import LoRARequest, TextPrompt, TokensPrompt
 from nanovllm.outputs import Completion, CompletionOutput, Output, RequestOutput
 from nanovllm.sampling_params import GuidedDecodingParams, SamplingParams, StructuredOutputsParams
-from nanovllm.utils.foreign_names import check_import
+from nanovllm.utils.foreign_names import check_import, refuse_names
 from nanovllm.utils.spin import bound_spinning
 from nanovllm.version import __version__
 
@@ -57,3 +57,5 @@ _ELSEWHERE = f"{__path__[0]}/elsewhere"
 sys.path_importer_cache[_ELSEWHERE] = _Elsewhere()
 for path in (__path__, engine.__path__, utils.__path__):  # where vLLM has modules that scripts import
     path.append(_ELSEWHERE)
+for module in (config, inputs, outputs, sampling_params):  # vLLM's have names that these do not have
+    vars(module)["__getattr__"] = refuse_names(module.__name__)

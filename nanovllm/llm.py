@@ -542,10 +542,17 @@ class LLM:
         self._renewal.load_weights(named_tensors, finish)
 
     @translate_others
-    def reset_prefix_cache(self, **others: Unpack[Others]) -> bool:
-        """Forget the prefix cache, and return True. RuntimeError if requests are unfinished."""
+    def reset_prefix_cache(self, reset_running_requests: bool = False, **others: Unpack[Others]) -> bool:
+        """Forget the prefix cache, and return True. RuntimeError if requests are unfinished.
+
+        Args:
+            reset_running_requests: in the loop of `step`, preempt the requests that run. The next steps compute all
+                their tokens again.
+        """
         claim = self.engine.claim
-        with claim.held_by(Activity("reset_prefix_cache()")), claim.work():
+        also_in = (State.UNFINISHED,) if reset_running_requests else ()
+        with claim.held_by(Activity("reset_prefix_cache()"), also_in), claim.work():
+            self.engine.scheduler.preempt_all()
             self.engine.scheduler.block_manager.forget_all()
         return True
 

@@ -1,15 +1,21 @@
-"""Finds names of vLLM's that scripts import from nanovllm, and that stand for something here.
+"""Names of vLLM's that stand for something here: scripts import them from `nanovllm`, or from `vllm` (standin/).
 
-`nanovllm` asks this file for a name that it does not have. It is an application: nothing of the engine imports it.
+It is an application: nothing of the engine imports it.
 """
 
+import gc
+import logging
+import socket
 from argparse import ArgumentParser, Namespace
 from collections.abc import Collection, Mapping
+from functools import partial
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from nanovllm.apps.async_llm import AsyncLLM, RequestOutputKind
 from nanovllm.config import EngineConfig, EngineOptions
 from nanovllm.inputs import PoolingParams, translate_arguments
-from nanovllm.outputs import Embedding, Output
+from nanovllm.outputs import METRICS, Embedding, Logprob, Metric, Output
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.prompts import Prompt
 from nanovllm.utils.foreign_names import explain_missing
@@ -41,15 +47,23 @@ class EngineArgs(EngineConfig):
 
 
 class LLMEngine:
-    """vLLM's name for the loop of `LLM.step`. Each request has an output once, when all its completions have ended."""
+    """vLLM's name for the loop of `LLM.step`. Each request has an output once, when all its completions have ended.
+
+    Its attributes are what clients read: the model's length, and the hook through which trainers give new weights.
+    """
 
     def __init__(self, llm: "LLM") -> None:
         self._llm = llm
         self._names: dict[int, str] = {}
+        self.model_config = SimpleNamespace(max_model_len=llm.max_model_len)
+        alone = SimpleNamespace(data_parallel_rank=0, data_parallel_size=1)  # to its caller: it shares requests itself
+        self.vllm_config = SimpleNamespace(model_config=self.model_config, parallel_config=alone)
+        runner = SimpleNamespace(model=SimpleNamespace(load_weights=partial(llm.load_weights, finish=False)))
+        self.model_executor = SimpleNamespace(driver_worker=SimpleNamespace(model_runner=runner))
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineConfig) -> "LLMEngine":
-        from nanovllm.llm import LLM
+        from nanovllm import LLM
 
         return cls(LLM.from_engine_args(engine_args))
 
@@ -77,14 +91,39 @@ class LLMEngine:
         return getattr(self._llm, name)
 
 
+def resolve_chat_template(tokenizer: Any, chat_template: str | None = None, *_: Any, **__: Any) -> str | None:
+    return chat_template or tokenizer.chat_template
+
+
+def get_open_port() -> int:
+    with socket.create_server(("", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def print_embeddings(embeds: Any, prefix: str = "Embeddings") -> None:
+    print(f"{prefix}: {embeds[:4]} (the first of {len(embeds)} elements)")
+
+
 NAMES: Mapping[str, Any] = {
-    "EngineArgs": EngineArgs,
+    **METRICS,
+    **{made.__name__: made for made in (EngineArgs, LLMEngine, AsyncLLM, RequestOutputKind, PoolingParams)},
+    **{made.__name__: made for made in (Logprob, Metric)},
     **dict.fromkeys(("EmbeddingRequestOutput", "EmbeddingOutput"), Embedding),
+    **dict.fromkeys(("resolve_chat_template", "resolve_hf_chat_template"), resolve_chat_template),
+    **dict.fromkeys(("SampleLogprobs", "PromptLogprobs"), list),
+    # An LLM frees its memory when it is collected.
+    **dict.fromkeys(("cleanup_dist_env_and_memory", "destroy_model_parallel"), gc.collect),
+    "destroy_distributed_environment": gc.collect,
+    "AsyncEngineArgs": EngineArgs,
+    "AsyncLLMEngine": AsyncLLM,
+    "FlexibleArgumentParser": ArgumentParser,
+    "ProfilerConfig": dict,
     "PromptType": Prompt,
-    "PoolingParams": PoolingParams,
-    "LLMEngine": LLMEngine,
+    "get_open_port": get_open_port,
+    "init_logger": logging.getLogger,
+    "print_embeddings": print_embeddings,
 }
-"""Names of vLLM's that stand for something here."""
+"""They do not depend on the module that a script imports them from."""
 
 
 def find_name(name: str, ours: Collection[str]) -> Any:

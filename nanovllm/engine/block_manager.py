@@ -191,8 +191,8 @@ class BlockManager:
     def forget_all(self) -> None:
         """Forget the whole prefix cache.
 
-        All sequences must have ended, and given their blocks back. This runs in four cases: after a failed step (KV may
-        be wrong then), before weights are replaced, before the engine sleeps, and when the user asks for it.
+        No sequence may have a block: all must have ended, or been preempted. This runs in four cases: after a failed
+        step (KV may be wrong then), before weights are replaced, before the engine sleeps, and when the user asks.
         """
         self.on_change("forget", self._findable.values())
         self._blank.extend(self._evictable)

@@ -389,6 +389,11 @@ class Scheduler:
         self.starting.clear()
         self.blocks.take_new_entries()  # drops entries of a step that an error stopped between planning and launch
 
+    def preempt_all(self) -> None:
+        """Preempt every running sequence."""
+        while self.running:
+            self._preempt()
+
     def _preempt(self) -> None:
         """Take row and blocks from the sequence that was admitted last, and put it at the front of the queue.
 

@@ -1,9 +1,9 @@
 """Answers a name that is vLLM's or nano-vLLM's, and not ours: by the tables of vllm_names.py."""
 
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import cache
-from typing import Any
+from typing import Any, NoReturn
 
 from nanovllm.utils.checks import quote, suggest
 from nanovllm.utils.vllm_names import ACCEPTED, ADVICE, ANY, GUIDED, INNER, LISTED, RENAMED
@@ -72,6 +72,17 @@ def check_import(name: str, ours: Collection[str]) -> None:
         advice += "; `nanovllm run script.py` runs a script with its imports from vllm"
     if advice:
         raise ImportError(f"{parent} has no {last!r}: {advice}", name=name)
+
+
+def refuse_names(module: str) -> Callable[[str], NoReturn]:
+    """Return the `__getattr__` of a module of ours that vLLM has, too: see `check_import`."""
+
+    def refuse(name: str) -> NoReturn:
+        if not name.startswith("_"):
+            check_import(f"{module}.{name}", ())
+        raise AttributeError(f"module {module!r} has no attribute {name!r}", name=name)
+
+    return refuse
 
 
 def advise(name: str) -> str | None:

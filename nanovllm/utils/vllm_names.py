@@ -119,7 +119,6 @@ ARGUMENTS = (
     Row("pooling_params", (None,), _EMBED),
     Row("prompt_token_ids", (None,), "lists of token ids are prompts: generate([[1, 2, 3]])"),
     Row("truncate_prompt_tokens", (None,)),
-    Row("reset_running_requests", (False,), "let them end first, or leave the iterator of stream()"),
 )
 
 MISSING: Mapping[str, str] = {
@@ -144,7 +143,7 @@ MISSING: Mapping[str, str] = {
     "PoolerConfig PoolingRequestOutput": _EMBED,
     "ClassificationRequestOutput ClassificationOutput ScoringRequestOutput ScoringOutput": _NO_HEAD,
     "late_chunking LateChunkingParams": _CHUNKS,
-    "AsyncLLMEngine AsyncLLM AsyncEngineArgs async_llm_engine": _ONE_ENGINE,
+    "async_llm_engine async_llm": "AsyncLLM is in nanovllm itself",
     "KVTransferConfig kv_transfer kv_events": _ONE_CACHE,
     "BeamSearchParams": "SamplingParams(n=8, logprobs=0) samples completions, with log-probabilities",
     "entrypoints": "there is no server: `nanovllm run-batch` answers a file, and LLM is in nanovllm itself",

@@ -166,7 +166,7 @@ def test_text_that_nobody_wants_is_not_made(reciting: LLM) -> None:
     with pytest.raises(ValueError, match=r"detokenize is False; it must be True if there are stop strings"):
         SamplingParams(stop="a", detokenize=False)
     for params in ({"detokenize": False}, {"n": 2, "temperature": 1.0}):
-        with pytest.raises(ValueError, match="stream_tokens gives the text of one completion"):
+        with pytest.raises(ValueError, match="a stream gives the text of one completion"):
             list(reciting.stream_tokens("a", SamplingParams(**params)))
 
 

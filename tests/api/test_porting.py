@@ -159,7 +159,9 @@ def test_an_import_of_vllms_modules_names_the_command_that_runs_it() -> None:
         "from nanovllm.engine.arg_utils import EngineArgs": "nanovllm.engine has no 'arg_utils'",
         "from nanovllm.utils.argparse_utils import FlexibleArgumentParser": "nanovllm.utils has no 'argparse_utils'",
         "import nanovllm.v1.metrics.reader": "nanovllm has no 'v1'",
-        "from nanovllm import AsyncLLMEngine": "nanovllm has no 'AsyncLLMEngine'",
+        "from nanovllm import VllmConfig": "nanovllm has no 'VllmConfig'",
+        "from nanovllm.sampling_params import BeamSearchParams": "nanovllm.sampling_params has no 'BeamSearchParams'",
+        "from nanovllm.inputs import EmbedsPrompt": "nanovllm.inputs has no 'EmbedsPrompt'",
     }.items():
         with pytest.raises(ImportError, match=rf"^{missing}: .*`nanovllm run script.py` runs a script"):
             exec(code)
@@ -215,8 +217,8 @@ def test_vllms_loop_gives_each_request_once_with_all_its_completions(llm: LLM) -
     params = [SamplingParams(seed=3, max_tokens=n, n=n) for n in (1, 2)]
     for name, prompt, one in zip(("first", "second"), ("a", "b"), params, strict=True):
         engine.add_request(name, prompt, one, priority=1)
-    with pytest.raises(ValueError, match="reset_running_requests, which vLLM has, is not supported here as True"):
-        engine.reset_prefix_cache(reset_running_requests=True)
+    with pytest.raises(RuntimeError, match="requests of add_request\\(\\) are unfinished"):
+        engine.reset_prefix_cache()
     ended = {}
     while engine.has_unfinished_requests():
         ended |= {output.request_id: output for output in engine.step()}

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 import nanovllm
 from nanovllm.apps.standin.environment import VARIABLE, VERSION
 from nanovllm.apps.standin.finders import MODULES, put_finder
-from nanovllm.apps.standin.names import NAMES, UNCALLED
+from nanovllm.apps.standin.llm import NAMES, UNCALLED
 from scripts.run_examples import replace_models, run_example
 
 OPTIONS: dict[str, Any] = {"dtype": "float32", "device": "cpu", "max_model_len": 96, "max_num_seqs": 8}

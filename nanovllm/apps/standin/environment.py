@@ -1,8 +1,8 @@
 """Makes `vllm` this engine in the processes that this one starts: by their environment. Nothing is installed."""
 
-import importlib.util
 import os
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 from nanovllm.version import __version__
@@ -23,14 +23,13 @@ def prepare_children(version: str = VERSION, replace: bool = False) -> None:
     Raises:
         ValueError: vLLM is installed.
     """
-    real = importlib.util.find_spec("vllm")
+    real = find_spec("vllm")
     if real is not None and real.origin is not None and not replace:  # the stand-in has no file
         raise ValueError(
             f"vLLM itself is installed ({real.origin}), and comparisons with it would compare nanovllm with itself: "
             "use an environment without it, or `nanovllm run --replace`"
         )
-    folder = str(Path(__file__).parent / "children")
-    others = [place for place in os.environ.get("PYTHONPATH", "").split(os.pathsep) if place not in ("", folder)]
-    os.environ.update({VARIABLE: version, "PYTHONPATH": os.pathsep.join([folder, *others])})
-    sys.stderr.write(f"vllm is nanovllm {__version__} in this process and its children; it calls itself {version}\n")
-    sys.stderr.flush()
+    path = [str(Path(__file__).parent / "children"), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    os.environ.update({VARIABLE: version, "PYTHONPATH": os.pathsep.join(filter(None, path))})
+    notice = f"vllm is nanovllm {__version__} in this process and its children; it calls itself {version}"
+    print(notice, file=sys.stderr, flush=True)

@@ -12,15 +12,14 @@ from nanovllm.utils.foreign_names import advise
 from nanovllm.version import __version__
 
 MODULES = (
-    *("config", "distributed", "distributed.parallel_state", "distributed.weight_transfer", "engine", "entrypoints"),
-    *("distributed.weight_transfer.nccl_common", "distributed.weight_transfer.nccl_engine", "engine.arg_utils"),
-    *("distributed.weight_transfer.packed_tensor", "engine.async_llm_engine", "engine.llm_engine", "entrypoints.llm"),
-    *("entrypoints.chat_utils", "inputs", "inputs.data", "logger", "logprobs", "lora", "lora.request", "outputs"),
-    *("platforms", "pooling_params", "renderers", "renderers.hf", "sampling_params", "sequence", "tokenizers"),
-    *("transformers_utils", "transformers_utils.tokenizer", "utils", "utils.argparse_utils", "utils.network_utils"),
-    *("utils.print_utils", "v1", "v1.engine", "v1.engine.async_llm", "v1.metrics", "v1.metrics.reader"),
+    *("config", "distributed.parallel_state", "distributed.weight_transfer.nccl_common", "engine.arg_utils"),
+    *("distributed.weight_transfer.nccl_engine", "distributed.weight_transfer.packed_tensor", "engine.llm_engine"),
+    *("engine.async_llm_engine", "entrypoints.llm", "entrypoints.chat_utils", "inputs.data", "logger", "logprobs"),
+    *("lora.request", "outputs", "platforms", "pooling_params", "renderers.hf", "sampling_params", "sequence"),
+    *("tokenizers", "transformers_utils.tokenizer", "utils.argparse_utils", "utils.network_utils"),
+    *("utils.print_utils", "v1.engine.async_llm", "v1.metrics.reader"),
 )
-"""The modules of vLLM's that its clients import."""
+"""The modules of vLLM's that its clients import. The packages that they lie in are answered, too."""
 
 
 class _Version(Distribution):
@@ -39,7 +38,7 @@ class _Module(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}", name=name)
-        from nanovllm.apps.standin.names import find_name
+        from nanovllm.apps.standin.llm import find_name
 
         return find_name(name)
 
@@ -53,11 +52,9 @@ class _Finder(DistributionFinder):
         Raises:
             ImportError: vLLM has it, and we do not.
         """
-        if name.partition(".")[0] != "vllm":
-            return None
-        if name == "vllm" or name.removeprefix("vllm.") in MODULES:
+        if any(f"vllm.{module}.".startswith(f"{name}.") for module in MODULES):
             return ModuleSpec(name, self, is_package=True)  # type: ignore[arg-type]
-        if advice := advise(name):
+        if name.startswith("vllm.") and (advice := advise(name)):
             raise ImportError(f"{name}: nanovllm, which is vllm here, does not have it: {advice}", name=name)
         return None
 

@@ -1,0 +1,112 @@
+"""AsyncLLM: tasks of an asyncio loop get the tokens of their requests as they come, from shared steps."""
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from helpers.paths import BOX_MODEL
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.apps.async_llm import AsyncLLM, RequestOutputKind
+from nanovllm.apps.standin.llm import SamplingParams as VllmParams
+
+OPTIONS: dict[str, Any] = {"dtype": "float32", "device": "cpu", "max_model_len": 96, "max_num_seqs": 3}
+PROMPTS = ("Once upon a time", "1 + 2 =", "count from 3 to 9", "The best way")
+PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=0, stop="zzz")
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM(BOX_MODEL, **OPTIONS) as llm:
+        yield llm
+
+
+@pytest.fixture
+def engine(llm: LLM) -> AsyncLLM:
+    return AsyncLLM(llm)
+
+
+async def collect(engine: AsyncLLM, name: str, prompt: str, params: SamplingParams) -> list[Any]:
+    return [output async for output in engine.generate(prompt, params, name)]
+
+
+def test_tasks_share_steps_and_each_output_is_one_of_the_same_text_growing(llm: LLM, engine: AsyncLLM) -> None:
+    async def run() -> list[list[Any]]:
+        return await asyncio.gather(*(collect(engine, str(i), p, PARAMS) for i, p in enumerate(PROMPTS)))
+
+    expected = llm.generate(list(PROMPTS), PARAMS, use_tqdm=False)
+    before = llm.stats()["num_steps"]
+    found = asyncio.run(run())
+    assert llm.stats()["num_steps"] - before < 30, "4 requests of 12 tokens, of which 3 run at a time"
+    for i, (outputs, whole) in enumerate(zip(found, expected, strict=True)):
+        assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
+        assert len(outputs) > 4 and {output.request_id for output in outputs} == {str(i)}
+        assert outputs[-1].outputs[0].text == whole.text and outputs[-1].token_ids == whole.token_ids
+        assert outputs[-1].cumulative_logprob == pytest.approx(whole.cumulative_logprob, abs=1e-4)
+        for output in outputs:
+            assert whole.text.startswith(output.text) and len(output.logprobs) == len(output.token_ids)
+            assert whole.token_ids[: len(output.token_ids)] == output.token_ids
+    assert llm.is_finished()
+
+
+@pytest.mark.parametrize("kind", ["DELTA", "FINAL_ONLY"])
+def test_the_outputs_are_of_the_kind_that_was_asked_for(llm: LLM, engine: AsyncLLM, kind: str) -> None:
+    params = VllmParams(temperature=0, max_tokens=12, logprobs=0, output_kind=RequestOutputKind[kind]).clone()
+    outputs = asyncio.run(collect(engine, "x", PROMPTS[0], params))
+    (whole,) = llm.generate(PROMPTS[0], params, use_tqdm=False)
+    assert "".join(output.text for output in outputs) == whole.text
+    assert [token_id for output in outputs for token_id in output.token_ids] == whole.token_ids
+    assert sum(len(output.logprobs) for output in outputs) == len(whole.token_ids)
+    assert (len(outputs) == 1) == (kind == "FINAL_ONLY")
+
+
+def test_a_pause_runs_no_step_and_a_task_that_leaves_aborts_its_request(llm: LLM, engine: AsyncLLM) -> None:
+    async def run() -> None:
+        task = asyncio.create_task(collect(engine, "a", PROMPTS[0], PARAMS))
+        async for _ in engine.generate(PROMPTS[1], PARAMS, "b"):
+            break
+        await engine.pause_generation(mode="keep")
+        before = llm.stats()["num_steps"]
+        await asyncio.sleep(0.05)
+        assert llm.stats()["num_steps"] == before
+        await engine.resume_generation()
+        assert len((await task)[-1].token_ids) == 12
+        with pytest.raises(ValueError, match="the mode of pause_generation is 'abort'; it must be one of keep"):
+            await engine.pause_generation()
+        assert await engine.get_tokenizer() is llm.tokenizer
+
+    asyncio.run(run())
+    assert llm.generate(PROMPTS[0], PARAMS, use_tqdm=False)[0].finish_reason == "length", "nothing is left over"
+
+
+def test_what_cannot_be_streamed_is_refused(engine: AsyncLLM) -> None:
+    for params, prompt, error in (
+        (SamplingParams(n=2), "a", "a stream gives the text of one completion: n must be 1"),
+        (SamplingParams(), [10**9], "token id"),
+    ):
+        with pytest.raises(ValueError, match=error):
+            asyncio.run(collect(engine, "x", prompt, params))  # type: ignore[arg-type]
+    with pytest.raises(AttributeError, match="AsyncLLM has no attribute 'encode': embed"):
+        engine.encode  # noqa: B018
+
+
+def test_the_error_of_a_step_reaches_every_task() -> None:
+    class Failing:
+        def planned(self, *_: Any) -> None: ...
+        def close(self) -> None: ...
+        def finished(self, number: int, *_: Any) -> None:
+            if number == 3:
+                raise OSError("the disk is full")
+
+    async def run(engine: AsyncLLM) -> list[Any]:
+        tasks = (collect(engine, str(i), prompt, PARAMS) for i, prompt in enumerate(PROMPTS[:2]))
+        return await asyncio.gather(*tasks, return_exceptions=True)
+
+    engine = AsyncLLM(LLM(BOX_MODEL, **OPTIONS))
+    engine._llm.observe(Failing())  # type: ignore[arg-type]
+    errors = asyncio.run(run(engine))
+    engine.shutdown()
+    assert {type(error) for error in errors} == {OSError, RuntimeError}
+    with pytest.raises(RuntimeError, match="the engine is closed"):
+        asyncio.run(collect(engine, "x", "a", PARAMS))
