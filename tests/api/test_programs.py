@@ -24,6 +24,8 @@ PACKAGES = {
     "lighteval": "0.13.0",
     "outlines": "1.3.3",
     "langchain-community": "0.4.2",
+    "llama-index-llms-vllm": "0.8.0",
+    "distilabel": "1.5.3",
 }
 PROGRAMS = TESTS / "helpers" / "programs"
 
@@ -114,3 +116,14 @@ def test_langchain_gives_the_greedy_text_and_loses_no_option(interpreter: str) -
     assert found["text"] == found["expected"][0]
     assert found["stopped"] == found["text"].split(found["text"][-1])[0]
     assert "best_of, which vLLM has, is not supported here as 4" in found["refused"]
+
+
+def test_llama_index_gives_the_greedy_text(interpreter: str) -> None:
+    found = run(interpreter, "index.py")
+    assert found["text"] == found["expected"]
+
+
+def test_the_processes_of_distilabels_pipeline_give_the_greedy_texts(interpreter: str) -> None:
+    found = run(interpreter, "distil.py")
+    assert found["texts"] == found["expected"]
+    assert len(found["answers"]) == 3 and found["counts"] == [8, 8, 8]

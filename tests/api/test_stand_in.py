@@ -161,6 +161,67 @@ def test_defaults_are_vllms_and_what_would_mean_something_else_is_refused(vllm: 
             llm.score("a", "b")
 
 
+def test_the_score_of_a_model_that_embeds_is_the_cosine_of_its_vectors(vllm: Any) -> None:
+    with vllm.LLM(BOX_MODEL, runner="pooling", **OPTIONS) as llm:
+        first, *rest = [one.embedding for one in llm.embed(["hello", "hello", "1 + 2 ="], use_tqdm=False)]
+        scores = [one.outputs.score for one in llm.score("hello", ["hello", "1 + 2 ="], use_tqdm=False)]
+        assert scores == pytest.approx([float(first @ one) for one in rest], abs=1e-5)
+        assert scores[0] == pytest.approx(1, abs=1e-5) and abs(scores[1]) < 0.999
+        assert len(llm.score(["a", "b"], ["c", "d"], use_tqdm=False)) == 2
+        with pytest.raises(ValueError, match="2 texts for 3"):
+            llm.score(["a", "b"], ["c", "d", "e"], use_tqdm=False)
+
+
+def test_the_profile_of_torch_goes_into_the_folder(vllm: Any, tmp_path: Path) -> None:
+    profiler = vllm.config.ProfilerConfig(profiler="torch", torch_profiler_dir=str(tmp_path / "traces"))
+    with vllm.LLM(BOX_MODEL, profiler_config=profiler, **OPTIONS) as llm:
+        llm.start_profile()
+        llm.generate("hello", use_tqdm=False)
+        llm.stop_profile()
+    (trace,) = (tmp_path / "traces").iterdir()
+    assert "traceEvents" in trace.read_text()
+    with vllm.LLM(BOX_MODEL, **OPTIONS) as llm, pytest.raises(ValueError, match="torch_profiler_dir"):
+        llm.start_profile()
+    with pytest.raises(ValueError, match="the profiler of profiler_config is 'cuda'; it must be one of torch"):
+        vllm.LLM(BOX_MODEL, profiler_config={"profiler": "cuda"}, **OPTIONS)
+
+
+def test_the_weights_of_the_folder_replace_random_ones(vllm: Any) -> None:
+    params = vllm.SamplingParams(temperature=0)
+    with vllm.LLM(BOX_MODEL, **OPTIONS) as llm:
+        expected = llm.generate("1 + 2 =", params, use_tqdm=False)
+    with vllm.LLM(BOX_MODEL, load_format="dummy", **OPTIONS) as llm:
+        assert llm.generate("1 + 2 =", params, use_tqdm=False) != expected
+        llm.collective_rpc("update_config", args=({"load_config": {"load_format": "auto"}},))
+        llm.collective_rpc("reload_weights")
+        assert llm.generate("1 + 2 =", params, use_tqdm=False) == expected
+        for call in ({"method": "save"}, {"method": "update_config", "args": ({"a": 1},)}):
+            with pytest.raises(AttributeError, match="LLM has no attribute 'collective_rpc': the ranks take no calls"):
+                llm.collective_rpc(**call)
+
+
+def test_a_reset_of_running_requests_changes_no_token(vllm: Any) -> None:
+    prompts = draw_prompts([40, 3])
+    params = vllm.SamplingParams(temperature=0, ignore_eos=True)
+    with vllm.LLM(BOX_MODEL, kvcache_block_size=16, **OPTIONS) as llm:
+        expected = [output.token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
+        llm.reset_prefix_cache()
+        engine = llm.llm_engine
+        for name, prompt in enumerate(prompts):
+            engine.add_request(str(name), prompt, params)
+        for _ in range(5):
+            assert engine.step() == []
+        with pytest.raises(RuntimeError, match="unfinished"):
+            engine.reset_prefix_cache()
+        engine.reset_prefix_cache(reset_running_requests=True)
+        assert llm.stats()["num_preemptions"] == 2
+        assert llm.stats()["num_free_blocks"] == llm.stats()["num_blocks"]
+        found = {}
+        while engine.has_unfinished_requests():
+            found |= {output.request_id: output.token_ids for output in engine.step()}
+    assert [found["0"], found["1"]] == expected
+
+
 def test_the_script_of_vllms_examples_replaces_models_and_nothing_else(tmp_path: Path) -> None:
     source = 'print(LLM, "org/model-1.5B", "text/plain", "a/b/c", "./model")'
     assert replace_models(source) == source.replace('"org/model-1.5B"', repr(str(BOX_MODEL)))

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Iterator
+from importlib import import_module
 from importlib.machinery import ModuleSpec
 from importlib.metadata import Distribution, DistributionFinder
 from types import ModuleType
@@ -22,6 +23,11 @@ MODULES = (
 """The modules of vLLM's that its clients import. The packages that they lie in are answered, too."""
 
 
+def is_answered(name: str) -> bool:
+    """Return whether a module is `vllm`, or one of MODULES or their packages."""
+    return any(f"vllm.{module}.".startswith(f"{name}.") for module in MODULES)
+
+
 class _Version(Distribution):
     """Answers `importlib.metadata.version("vllm")`. It has no files."""
 
@@ -38,6 +44,8 @@ class _Module(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}", name=name)
+        if is_answered(module := f"{self.__name__}.{name}"):
+            return import_module(module)
         from nanovllm.apps.standin.llm import find_name
 
         return find_name(name)
@@ -52,7 +60,7 @@ class _Finder(DistributionFinder):
         Raises:
             ImportError: vLLM has it, and we do not.
         """
-        if any(f"vllm.{module}.".startswith(f"{name}.") for module in MODULES):
+        if is_answered(name):
             return ModuleSpec(name, self, is_package=True)  # type: ignore[arg-type]
         if name.startswith("vllm.") and (advice := advise(name)):
             raise ImportError(f"{name}: nanovllm, which is vllm here, does not have it: {advice}", name=name)

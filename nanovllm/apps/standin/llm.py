@@ -63,8 +63,10 @@ class LLM(llm.LLM):
             )
         texts = [[given] if isinstance(given, str) else given for given in (prompts, continuations)]
         left, right = ([one.embedding for one in self.embed(given, use_tqdm, **others)] for given in texts)
-        pairs = zip(left * len(right) if len(left) == 1 else left, right, strict=True)
-        return [SimpleNamespace(outputs=SimpleNamespace(score=float(a @ b))) for a, b in pairs]
+        left *= len(right) if len(left) == 1 else 1
+        if len(left) != len(right):
+            raise ValueError(f"score() has {len(left)} texts for {len(right)}; give one for all, or one each")
+        return [SimpleNamespace(outputs=SimpleNamespace(score=float(a @ b))) for a, b in zip(left, right, strict=True)]
 
     @cached_property
     def _profile(self) -> torch.profiler.profile:
