@@ -1,6 +1,6 @@
 """Programs that import vllm, unchanged, on this engine: what they get is what transformers says, in float32.
 
-pip installs them into an environment of their own, which sees the packages of this one. Where a package cannot be
+pip installs them into two environments of their own, which see the packages of this one. Where a package cannot be
 installed, the tests are skipped. docs/programs.md has the numbers.
 """
 
@@ -17,34 +17,34 @@ from helpers.paths import ROOT, TESTS
 
 pytestmark = [pytest.mark.slow, pytest.mark.longest]
 
-PACKAGES = {
-    "trl": "1.16.0",
-    "peft": "0.21.2",
-    "lm_eval": "0.4.13",
-    "lighteval": "0.13.0",
-    "outlines": "1.3.3",
-    "langchain-community": "0.4.2",
-    "llama-index-llms-vllm": "0.8.0",
-    "distilabel": "1.5.3",
+ENVIRONMENTS = {
+    "evaluations": {
+        "trl": "1.16.0",
+        "peft": "0.21.2",
+        "lm_eval": "0.4.13",
+        "lighteval": "0.13.0",
+        "outlines": "1.3.3",
+        "langchain-community": "0.4.2",
+    },
+    "pipelines": {"llama-index-llms-vllm": "0.8.0", "distilabel": "1.5.3"},  # lighteval wants an older nltk
 }
 PROGRAMS = TESTS / "helpers" / "programs"
 
 
-@pytest.fixture(scope="module")
-def interpreter(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The Python of an environment that has the programs. Processes that test at the same time share it."""
+def make_environment(name: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Return the Python of an environment that has the programs. Processes that test at the same time share it."""
     base = tmp_path_factory.getbasetemp()
     shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
-    folder = shared / "programs"
-    refusal = shared / "programs.txt"
+    folder = shared / name
+    refusal = shared / f"{name}.txt"
     python = folder / "bin" / "python"
-    with (shared / "programs.lock").open("w") as lock:
+    with (shared / f"{name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not refusal.exists():
             venv.create(folder, with_pip=True)
             (packages,) = folder.glob("lib/python*/site-packages")
             (packages / "shared.pth").write_text(sysconfig.get_path("purelib") + "\n")
-            wanted = [f"{name}=={version}" for name, version in PACKAGES.items()]
+            wanted = [f"{package}=={version}" for package, version in ENVIRONMENTS[name].items()]
             command = [str(python), "-m", "pip", "install", "-q", "--no-compile", "--retries", "1", *wanted]
             done = subprocess.run(command, capture_output=True, text=True, timeout=900)
             errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
@@ -52,6 +52,16 @@ def interpreter(tmp_path_factory: pytest.TempPathFactory) -> str:
     if reason := refusal.read_text():
         pytest.skip(f"the programs cannot be installed: {reason}")
     return str(python)
+
+
+@pytest.fixture(scope="module")
+def interpreter(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return make_environment("evaluations", tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def other_interpreter(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return make_environment("pipelines", tmp_path_factory)
 
 
 def run(interpreter: str, *arguments: str) -> dict[str, Any]:
@@ -118,12 +128,12 @@ def test_langchain_gives_the_greedy_text_and_loses_no_option(interpreter: str) -
     assert "best_of, which vLLM has, is not supported here as 4" in found["refused"]
 
 
-def test_llama_index_gives_the_greedy_text(interpreter: str) -> None:
-    found = run(interpreter, "index.py")
+def test_llama_index_gives_the_greedy_text(other_interpreter: str) -> None:
+    found = run(other_interpreter, "index.py")
     assert found["text"] == found["expected"]
 
 
-def test_the_processes_of_distilabels_pipeline_give_the_greedy_texts(interpreter: str) -> None:
-    found = run(interpreter, "distil.py")
+def test_the_processes_of_distilabels_pipeline_give_the_greedy_texts(other_interpreter: str) -> None:
+    found = run(other_interpreter, "distil.py")
     assert found["texts"] == found["expected"]
     assert len(found["answers"]) == 3 and found["counts"] == [8, 8, 8]
