@@ -1,6 +1,7 @@
 """nano-vLLM: offline batch inference of Qwen, Llama and Mistral models, by an engine small enough to be understood."""
 
 import sys
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from nanovllm import config, engine, inputs, outputs, sampling_params, utils
@@ -8,7 +9,7 @@ from nanovllm.config import EngineConfig
 from nanovllm.inputs import LoRARequest, TextPrompt, TokensPrompt
 from nanovllm.outputs import Completion, CompletionOutput, Output, RequestOutput
 from nanovllm.sampling_params import GuidedDecodingParams, SamplingParams, StructuredOutputsParams
-from nanovllm.utils.foreign_names import check_import, refuse_names
+from nanovllm.utils.foreign_names import check_import, refuse_name
 from nanovllm.utils.spin import bound_spinning
 from nanovllm.version import __version__
 
@@ -58,4 +59,4 @@ sys.path_importer_cache[_ELSEWHERE] = _Elsewhere()
 for path in (__path__, engine.__path__, utils.__path__):  # where vLLM has modules that scripts import
     path.append(_ELSEWHERE)
 for module in (config, inputs, outputs, sampling_params):  # vLLM's have names that these do not have
-    vars(module)["__getattr__"] = refuse_names(module.__name__)
+    vars(module)["__getattr__"] = partial(refuse_name, module.__name__)

@@ -1,7 +1,4 @@
-"""Names of vLLM's that stand for something here: scripts import them from `nanovllm`, or from `vllm` (standin/).
-
-It is an application: nothing of the engine imports it.
-"""
+"""Names of vLLM's that stand for something here: scripts import them from `nanovllm`, or from `vllm` (standin/)."""
 
 import gc
 import logging
@@ -11,6 +8,7 @@ from collections.abc import Collection, Mapping
 from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 
 from nanovllm.apps.async_llm import AsyncLLM, RequestOutputKind
 from nanovllm.config import EngineConfig, EngineOptions
@@ -87,6 +85,9 @@ class LLMEngine:
         """Return whether requests run or wait."""
         return not self._llm.is_finished()
 
+    def get_num_unfinished_requests(self) -> int:
+        return len(self._names)
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self._llm, name)
 
@@ -122,6 +123,7 @@ NAMES: Mapping[str, Any] = {
     "get_open_port": get_open_port,
     "init_logger": logging.getLogger,
     "print_embeddings": print_embeddings,
+    "random_uuid": lambda: uuid4().hex,
 }
 """They do not depend on the module that a script imports them from."""
 

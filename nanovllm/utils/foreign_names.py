@@ -1,7 +1,7 @@
 """Answers a name that is vLLM's or nano-vLLM's, and not ours: by the tables of vllm_names.py."""
 
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from functools import cache
 from typing import Any, NoReturn
 
@@ -74,15 +74,11 @@ def check_import(name: str, ours: Collection[str]) -> None:
         raise ImportError(f"{parent} has no {last!r}: {advice}", name=name)
 
 
-def refuse_names(module: str) -> Callable[[str], NoReturn]:
-    """Return the `__getattr__` of a module of ours that vLLM has, too: see `check_import`."""
-
-    def refuse(name: str) -> NoReturn:
-        if not name.startswith("_"):
-            check_import(f"{module}.{name}", ())
-        raise AttributeError(f"module {module!r} has no attribute {name!r}", name=name)
-
-    return refuse
+def refuse_name(module: str, name: str) -> NoReturn:
+    """Raise the error for a name that a module of ours lacks: see `check_import`."""
+    if not name.startswith("_"):
+        check_import(f"{module}.{name}", ())
+    raise AttributeError(f"module {module!r} has no attribute {name!r}", name=name)
 
 
 def advise(name: str) -> str | None:

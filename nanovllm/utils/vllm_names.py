@@ -36,7 +36,8 @@ _EDITS = "logit_bias, bad_words, allowed_token_ids and structured_outputs do wha
 _ONE_CACHE = "the KV cache stays within one engine"
 _ONE_ENGINE = "one engine has one process, which answers many threads and asyncio tasks through LLM.submit"
 _NO_HEAD = "models with a head for classes or rewards are not run; score(prompts, labels) tells how likely they are"
-_CHUNKS = "embed each chunk as a prompt"
+
+_ALONE = "this module is vLLM's alone"
 
 INNER = f"these are vLLM's inner classes; LLM.stats() has counts, LLM.observe sees each step; {_ONE_ENGINE}"
 """The advice for modules of `vllm.v1` that no row has."""
@@ -51,14 +52,15 @@ OPTIONS = (
     # These change speed, memory or logging, or belong to features that are always off here.
     Row("async_scheduling attention_config compilation_config cudagraph_capture_sizes disable_cascade_attn", (ANY,)),
     Row("disable_custom_all_reduce distributed_executor_backend enable_chunked_prefill enable_sleep_mode", (ANY,)),
-    Row("enable_expert_parallel", (ANY,)),  # which rank has which experts changes no result
+    Row("enable_expert_parallel long_prefill_token_threshold disable_hybrid_kv_cache_manager", (ANY,)),
     Row("max_num_partial_prefills max_parallel_loading_workers max_seq_len_to_capture num_scheduler_steps", (ANY,)),
     Row("optimization_level performance_mode ray_workers_use_nsight scheduling_policy swap_space", (ANY,)),
+    Row("preemption_mode use_v2_block_manager guided_decoding_backend", (ANY,)),
     Row("disable_log_requests disable_log_stats enable_log_requests max_logprobs served_model_name", (ANY,)),
-    Row("show_hidden_metrics_for_version use_tqdm_on_load allowed_local_media_path fully_sharded_loras", (ANY,)),
-    Row("interleave_mm_strings limit_mm_per_prompt mm_processor_cache_gb", (ANY,)),
-    Row("max_cpu_loras max_lora_rank max_loras", (ANY,)),
-    Row("enable_lora", (ANY,)),  # generate, chat and jobs take adapters without it
+    Row("enable_log_stats kv_cache_metrics show_hidden_metrics_for_version use_tqdm_on_load", (ANY,)),
+    Row("allowed_local_media_path interleave_mm_strings limit_mm_per_prompt mm_processor_cache_gb", (ANY,)),
+    # generate, chat and jobs take adapters without these.
+    Row("enable_lora fully_sharded_loras max_cpu_loras max_lora_rank max_loras", (ANY,)),
     Row("trust_remote_code", (ANY,)),  # a model that needs code of its own is refused when it is loaded
     # These would change results, or ask for something that we do not have.
     Row("kv_transfer_config", (None,), _ONE_CACHE),
@@ -77,6 +79,7 @@ OPTIONS = (
     Row("convert", ("auto", "none", "embed"), _OTHER_WORK),
     Row("tokenizer_mode config_format", ("auto", "hf")),
     Row("generation_config", ("auto",)),
+    Row("tokenizer_revision code_revision", ("main",)),
     Row("cpu_offload_gb", (0,)),
     # These are nano-vLLM's.
     Row("hf_config", (None,)),
@@ -107,8 +110,7 @@ STRUCTURED = (
 POOLING = (
     Row("task", ("embed",)),
     Row("skip_reading_prefix_cache output_kind", (ANY,)),
-    Row("late_chunking_params", (None,), _CHUNKS),
-    Row("step_tag_id returned_token_ids extra_kwargs", (None,)),
+    Row("step_tag_id returned_token_ids extra_kwargs late_chunking_params", (None,)),
 )
 
 ARGUMENTS = (
@@ -142,8 +144,7 @@ MISSING: Mapping[str, str] = {
     "assets multimodal image audio video EmbedsPrompt": _TEXT_ALONE,
     "PoolerConfig PoolingRequestOutput": _EMBED,
     "ClassificationRequestOutput ClassificationOutput ScoringRequestOutput ScoringOutput": _NO_HEAD,
-    "late_chunking LateChunkingParams": _CHUNKS,
-    "async_llm_engine async_llm": "AsyncLLM is in nanovllm itself",
+    "late_chunking LateChunkingParams late_chunking_params": "embed each chunk as a prompt",
     "KVTransferConfig kv_transfer kv_events": _ONE_CACHE,
     "BeamSearchParams": "SamplingParams(n=8, logprobs=0) samples completions, with log-probabilities",
     "entrypoints": "there is no server: `nanovllm run-batch` answers a file, and LLM is in nanovllm itself",
@@ -151,15 +152,14 @@ MISSING: Mapping[str, str] = {
     "model_executor": "models are in nanovllm.models; docs/architecture.md says how a family is added",
     "ModelRegistry": "FAMILIES in nanovllm.models.model_config is the table of models",
     "platforms": "torch.cuda tells whether there is a GPU, and `nanovllm doctor` what runs here",
-    "benchmarks": "the project's own are in its repository's folder benchmarks",
     "renderers": "chat(messages, chat_template=...) takes the text of a template",
     "transformers_utils": "llm.get_tokenizer() is transformers' tokenizer",
     "envs": "no environment variable changes the engine: options do",
     "VllmConfig": f"EngineConfig has the options; for logits processors: {_EDITS}",
-    "sample gpu_sync_debug": f"in place of logits processors, {_EDITS}",
+    "sample": f"in place of logits processors, {_EDITS}",
     "WeightTransferConfig weight_transfer": "LLM.load_weights(named_tensors) takes new weights",
-    "arg_utils argparse_utils print_utils logger distributed lora v1": "this module is vLLM's alone",
-    "forward_context plugins attention worker executor triton_utils network_utils async_utils": LISTED,
+    "arg_utils argparse_utils async_llm async_llm_engine async_utils attention benchmarks distributed": _ALONE,
+    "executor logger lora network_utils plugins print_utils triton_utils v1 worker": _ALONE,
 }
 """{attributes, methods, modules or names in them, with a space between them: what to do instead of using them}."""
 

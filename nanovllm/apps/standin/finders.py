@@ -18,7 +18,7 @@ MODULES = (
     *("engine.async_llm_engine", "entrypoints.llm", "entrypoints.chat_utils", "inputs.data", "logger", "logprobs"),
     *("lora.request", "outputs", "platforms", "pooling_params", "renderers.hf", "sampling_params", "sequence"),
     *("tokenizers", "transformers_utils.tokenizer", "utils.argparse_utils", "utils.network_utils"),
-    *("utils.print_utils", "v1.engine.async_llm", "v1.metrics.reader"),
+    *("utils.print_utils", "version", "v1.engine.async_llm", "v1.metrics.reader"),
 )
 """The modules of vLLM's that its clients import. The packages that they lie in are answered, too."""
 
