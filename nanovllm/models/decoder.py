@@ -28,6 +28,10 @@ if TYPE_CHECKING:
     from nanovllm.config import ResolvedConfig
 
 
+POSITIONS_AT_A_TIME = 2048
+"""`make_rotary_table` computes so many rows at a time: of a whole table, several copies would stay in the process."""
+
+
 def make_rotary_table(config: "PretrainedConfig", num_positions: int) -> Tensor:
     """Return the cosines and sines of the rotation angles (RoPE: Su et al. 2021, https://arxiv.org/abs/2104.09864).
 
@@ -49,11 +53,16 @@ def make_rotary_table(config: "PretrainedConfig", num_positions: int) -> Tensor:
             scaling = 1.0
         else:
             frequencies, scaling = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, torch.device("cpu"))
-        angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), frequencies.float())
-        cos = angles.cos() * scaling
-        sin = angles.sin() * scaling
-        missing = config.head_dim // 2 - cos.shape[1]
-        return torch.cat((cos, cos.new_ones(num_positions, missing), sin, sin.new_zeros(num_positions, missing)), dim=1)
+        table = torch.zeros(num_positions, config.head_dim)
+        cos, sin = table.chunk(2, dim=1)
+        cos.fill_(1)
+        num_rotated = len(frequencies)
+        for first in range(0, num_positions, POSITIONS_AT_A_TIME):
+            rows = slice(first, min(first + POSITIONS_AT_A_TIME, num_positions))
+            angles = torch.outer(torch.arange(rows.start, rows.stop, dtype=torch.float32), frequencies.float())
+            cos[rows, :num_rotated] = angles.cos() * scaling
+            sin[rows, :num_rotated] = angles.sin() * scaling
+        return table
 
 
 def make_norm(size: int, dtype: torch.dtype | None = None) -> nn.Parameter:
