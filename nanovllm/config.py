@@ -23,7 +23,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "distributed_backend": ("auto", "nccl", "gloo"),
     "load_format": ("auto", "dummy"),
     "model_impl": ("auto", "nanovllm", "transformers"),
-    "quantization": ("int8", "int8-dynamic", "awq", "gptq", "compressed-tensors", "fp8"),
+    "quantization": ("int8", "int8-dynamic", "awq", "gptq", "compressed-tensors", "fp8", "mxfp4"),
     "logprobs_mode": ("raw_logprobs", "processed_logprobs"),
     "order": ("auto", "given"),
     "reasoning_parser": ("qwen3", "deepseek_r1"),

@@ -12,10 +12,12 @@ import torch
 import transformers
 from helpers.adapters import save_adapter
 from helpers.any_models import CASES, compare, run_case, save_any
+from helpers.quantized import CHECKPOINTS, round_rows, run, save_quantised, save_with
 from helpers.tiny import CROWDED, draw_prompts, edit_json, save_random
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import masking_utils
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.apps.cli import main
@@ -209,17 +211,64 @@ def test_drafts_change_no_token(saved: tuple[str, Path, Any], method: str) -> No
 
 
 def test_int8_says_the_same_in_torch_and_in_cpp(saved: tuple[str, Path, Any]) -> None:
-    name, folder, _ = saved
+    folder = saved[1]
     options = OPTIONS | {"quantization": "int8", "kv_cache_dtype": "int8"}
-    if name == "GptOssForCausalLM":
-        with pytest.raises(ValueError, match=r"quantization is 'int8', and GptOss.* stores its experts transposed"):
-            LLM(folder, **options)
-        options["quantization"] = None
     said = []
     for backend in ("torch", "cpu"):
         with LLM(folder, **options | {"attention_backend": backend}) as llm:
             said.append(generate(llm))
     assert said[0] == said[1]
+
+
+@pytest.mark.parametrize("name", ["awq", *(pytest.param(n, marks=pytest.mark.slow) for n in CHECKPOINTS if n != "awq")])
+def test_a_quantised_checkpoint_says_what_its_values_mean(name: str, tmp_path: Path) -> None:
+    save_any(tmp_path / "model", "OlmoeForCausalLM")
+    quantised, means = save_quantised(tmp_path / "model", tmp_path, *CHECKPOINTS[name])
+    assert run(quantised) == run(means)
+
+
+def save_published(folder: Path, target: Path) -> tuple[Path, Path]:
+    """Copy a small gpt-oss twice: with random experts in MXFP4, and with what int8 makes of these. Return both."""
+    rounded: dict[str, Tensor] = {}
+
+    def pack(name: str, tensor: Tensor) -> dict[str, Tensor]:
+        values = tensor.transpose(1, 2) if tensor.dim() == 3 else tensor
+        tensors = {name: tensor}
+        if tensor.dim() == 3:
+            torch.manual_seed(tensor.shape[1])
+            blocks = torch.randint(256, (*values.shape[:2], values.shape[2] // 32, 16), dtype=torch.uint8)
+            scales = torch.randint(122, 125, blocks.shape[:3], dtype=torch.uint8)
+            tensors = {f"{name}_blocks": blocks, f"{name}_scales": scales}
+            values = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32).transpose(1, 2)
+        is_matrix = tensor.dim() == 3 or name.endswith(("_proj.weight", "embed_tokens.weight"))
+        values = round_rows(values) if is_matrix else values
+        rounded[name] = values.transpose(1, 2) if tensor.dim() == 3 else values
+        return tensors
+
+    published = save_with(folder, target / "published", pack)
+    kept = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    settings = {"quant_method": "mxfp4", "modules_to_not_convert": kept}
+    edit_json(published / "config.json", quantization_config=settings)
+    return published, save_with(folder, target / "rounded", lambda name, _: {name: rounded[name]})
+
+
+def test_gpt_oss_runs_as_it_is_published(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save_any(tmp_path / "model", "GptOssForCausalLM")
+    published, rounded = save_published(tmp_path / "model", tmp_path)
+    quantised = transformers.Mxfp4Config(dequantize=True)
+    model = transformers.GptOssForCausalLM.from_pretrained(published, quantization_config=quantised).float().eval()
+    with LLM(published, **OPTIONS) as llm:
+        found = compare(model, llm)
+        assert found.num_equal == found.num_tokens
+        assert found.worst < 1e-3
+        for ours, theirs in zip(llm.engine.runner.model.body.layers, model.model.layers, strict=True):
+            assert torch.equal(ours.mlp.experts.gate_up.transpose(1, 2), theirs.mlp.experts.gate_up_proj)
+            assert torch.equal(ours.mlp.experts.down.transpose(1, 2), theirs.mlp.experts.down_proj)
+    assert "weights of 4 bits (mxfp4) become float32" in caplog.text
+    for backend in ("torch", "cpu"):
+        options = OPTIONS | {"attention_backend": backend, "quantization": "int8"}
+        with LLM(published, **options) as coded, LLM(rounded, **options | {"quantization": None}) as meant:
+            assert generate(coded) == generate(meant)
 
 
 @pytest.mark.parametrize("backend", ["torch", "cpu"])
@@ -360,12 +409,12 @@ REFUSED: dict[str, tuple[Callable[[], Any], str, dict[str, Any], dict[str, Any],
         {},
         "is not a valid configuration of 'gemma3_text'",
     ),
-    "a quantised checkpoint": (
+    "a quantised checkpoint of a format that is not read": (
         lambda: transformers.Gemma3TextConfig(**SMALL),
         "Gemma3ForCausalLM",
-        {"quantization_config": {"quant_method": "awq", "bits": 4}},
+        {"quantization_config": {"quant_method": "bitsandbytes"}},
         {},
-        "the checkpoint is quantised, and 'Gemma3ForCausalLM' runs through transformers' code",
+        "'bitsandbytes': this is not supported: use the original checkpoint",
     ),
     "ranks that share layers": (
         lambda: transformers.Gemma3TextConfig(**SMALL),

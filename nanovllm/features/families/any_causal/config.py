@@ -66,11 +66,6 @@ def make_config(data: dict[str, Any], source: str) -> "PretrainedConfig":
             f"{source} names {named}; supported are: {', '.join(FAMILIES)}, and what transformers has in its table of "
             "causal models"
         )
-    if data.get("quantization_config"):
-        raise ValueError(
-            f"{source}: the checkpoint is quantised, and {named} runs through transformers' code, which this engine "
-            'reads with 16 or 32 bits only: take such a checkpoint; quantization="int8" quantises it while it is read'
-        )
     if hasattr(config, "per_layer_config"):
         config.allow_global_per_layer_attribute_access = True
     config.model_impl = "transformers"
@@ -130,11 +125,6 @@ def resolve_any(
         raise ValueError(
             f"the angles of {name} (longrope) change beyond {model.most_positions} tokens, also for the shorter "
             f"sequences of a step: max_model_len is {config.max_model_len}; set it to at most {model.most_positions}"
-        )
-    if quantizer is not None and model.keeps_transposed:
-        raise ValueError(
-            f"quantization is {quote(config.quantization)}, and {name} stores its experts transposed, which int8 does "
-            "not read: leave it out"
         )
     logger.warning("%s runs through transformers' code: %d of %d modules are ours", name, *model.count_modules())
     return config

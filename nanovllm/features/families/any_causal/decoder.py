@@ -89,7 +89,6 @@ class AnyDecoder(nn.Module):
         tied: whether the LM head is the embedding.
         elsewhere: names of tensors in a checkpoint that transformers does not read either.
         most_positions: the most positions that its angles are made for, if they would change beyond; else None.
-        keeps_transposed: whether experts are stored as [in, out] in checkpoints.
     """
 
     cos_sin: Tensor
@@ -123,9 +122,7 @@ class AnyDecoder(nn.Module):
         self._take_body()
         with torch.device("meta"):
             self._swap_ends()
-            swap = Swap(backend)
-            swap.swap_children(self.body)
-        self.keeps_transposed = swap.keeps_transposed
+            Swap(backend).swap_children(self.body)
         self.step = Step()
         self.layers = self._run_dry(int(config.num_hidden_layers))
         self.cos_sin = torch.empty(0, device="cpu")

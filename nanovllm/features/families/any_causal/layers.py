@@ -243,14 +243,9 @@ def find_scale(module: nn.Embedding) -> float | None:
 
 
 class Swap:
-    """Puts our layers in the places of transformers', below a module.
-
-    Attributes:
-        keeps_transposed: whether some experts of ours are stored as theirs, [in, out].
-    """
+    """Puts our layers in the places of transformers', below a module."""
 
     def __init__(self, backend: Backend) -> None:
-        self.keeps_transposed = False
         self._backend = backend
         self._results: dict[Any, Any] = {}
 
@@ -292,7 +287,6 @@ class Swap:
             from nanovllm.features.families.any_causal.experts import GroupedExperts, is_mixture
 
             if self._try(is_mixture, module):
-                self.keeps_transposed = self.keeps_transposed or bool(module.is_transposed)
                 return GroupedExperts(module, self._backend)
             if int(module.num_experts) > MOST_COPIED_EXPERTS:  # type: ignore[arg-type]
                 raise ValueError(
