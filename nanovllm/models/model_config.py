@@ -80,7 +80,7 @@ FAMILIES = {
 
 OTHERS = Family(
     "",
-    decoder="nanovllm.features.families.any_causal.decoder:AnyDecoder",
+    decoder="nanovllm.features.families.any_causal.decoder:make_decoder",
     check="nanovllm.features.families.any_causal.config:make_config",
     resolve="nanovllm.features.families.any_causal.config:resolve_any",
     unread=("unread.",),

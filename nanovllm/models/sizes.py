@@ -10,11 +10,18 @@ from nanovllm.models.decoder import find_decoder
 from nanovllm.models.layers.parallel import Parallel
 from nanovllm.models.layers.weights import Quantizer
 from nanovllm.ops.attention import AttentionVariant
+from nanovllm.utils.machine import default_dtype
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from nanovllm.models.decoder import Decoder
+
+
+def read_dtype(hf_config: "PretrainedConfig") -> torch.dtype:
+    """Return the dtype that the model's config.json names, or float32 if it names none."""
+    dtype = getattr(hf_config, "dtype", None) or torch.float32
+    return getattr(torch, dtype) if isinstance(dtype, str) else dtype
 
 
 class Sizes:
@@ -43,7 +50,7 @@ class Sizes:
         """
         backend = Backend()
         backend.head_dims = head_dims  # type: ignore[misc]  # of this backend alone
-        with torch.device("meta"):
+        with torch.device("meta"), default_dtype(read_dtype(config)):
             self.model = (decoder or find_decoder(config))(config, backend, Parallel(0, size), 1)
         self.num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
 

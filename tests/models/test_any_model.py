@@ -24,7 +24,7 @@ from nanovllm.apps.cli import main
 from nanovllm.apps.doctor import describe
 from nanovllm.backends.cpu.backend import CpuBackend
 from nanovllm.features.families.any_causal import attend, layers, proof
-from nanovllm.features.families.any_causal.decoder import AnyDecoder
+from nanovllm.features.families.any_causal.decoder import AnyDecoder, last_built
 from nanovllm.models.model_config import OTHERS, find_family, load_model_config
 
 OPTIONS = CROWDED | {"attention_backend": "torch"}
@@ -421,7 +421,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str, dict[str, Any], dict[str, Any],
         "Gemma3ForCausalLM",
         {},
         {"tensor_parallel_size": 2},
-        "tensor_parallel_size is 2, and models that run through transformers' code have one rank",
+        r"on one rank: leave tensor_parallel_size \(2\) and pipeline_parallel_size \(1\) at 1",
     ),
     "stages of a pipeline": (
         lambda: transformers.Gemma3TextConfig(**SMALL),
@@ -461,11 +461,27 @@ def test_a_large_mixture_that_the_kernels_do_not_compute_is_refused(
 ) -> None:
     model = save_any(tmp_path, "OlmoeForCausalLM")
     monkeypatch.setattr("nanovllm.features.families.any_causal.experts.is_mixture", lambda _: False)
+    last_built.clear()
     with LLM(tmp_path, **OPTIONS) as llm:
         assert compare(model, llm).num_equal == 216  # 8 experts, by transformers' code
     monkeypatch.setattr(layers, "MOST_COPIED_EXPERTS", 7)
+    last_built.clear()
     with pytest.raises(ValueError, match=r"its mixture of 8 experts.*more than 7 experts take too much memory"):
         LLM(tmp_path, **OPTIONS)
+
+
+def test_a_model_is_built_once_for_an_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_any(tmp_path, "Gemma3ForCausalLM")
+    counted: list[str] = []
+    run_dry = AnyDecoder._run_dry
+    monkeypatch.setattr(AnyDecoder, "_run_dry", lambda *given: counted.append("built") or run_dry(*given))
+    for dtype in ("float32", "bfloat16"):
+        last_built.clear()
+        counted.clear()
+        edit_json(tmp_path / "config.json", dtype=dtype)
+        with LLM(tmp_path, **OPTIONS | {"dtype": dtype}) as llm:
+            assert next(llm.engine.runner.model.parameters()).dtype == getattr(torch, dtype)
+        assert counted == ["built"]
 
 
 def test_another_transformers_fails_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

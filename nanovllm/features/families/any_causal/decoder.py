@@ -10,10 +10,11 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from types import MethodType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.overrides import TorchFunctionMode
 
 from nanovllm.backends import Backend, LayerCache
 from nanovllm.config import ResolvedConfig
@@ -39,15 +40,36 @@ def parameters_on_meta() -> Iterator[None]:
     """Within, parameters are made without memory, and buffers (angles, factors) with their values."""
     from transformers.initialization import no_init_weights
 
-    original = nn.Module.register_parameter
+    def move(module: nn.Module, name: str, value: nn.Parameter | None) -> nn.Parameter | None:
+        is_there = value is None or value.is_meta  # a parameter that is tied stays the same one
+        return None if is_there else nn.Parameter(value.to("meta"), requires_grad=False)
 
-    def register_parameter(module: nn.Module, name: str, value: nn.Parameter | None) -> None:
-        if value is not None and not value.is_meta:
-            value = nn.Parameter(value.to("meta"), requires_grad=False)
-        original(module, name, value)
+    hook = register_module_parameter_registration_hook(move)
+    try:
+        with no_init_weights(), torch.device("cpu"):
+            yield
+    finally:
+        hook.remove()
 
-    with patch.object(nn.Module, "register_parameter", register_parameter), no_init_weights(), torch.device("cpu"):
+
+@contextmanager
+def ignoring_packed_sequences() -> Iterator[None]:
+    """Within, transformers does not look for packed sequences, for which it would read the positions."""
+    from transformers import masking_utils
+
+    original = masking_utils.find_packed_sequence_indices
+    masking_utils.find_packed_sequence_indices = lambda _: None
+    try:
         yield
+    finally:
+        masking_utils.find_packed_sequence_indices = original
+
+
+class KeepViews(TorchFunctionMode):
+    """Within, `contiguous` copies nothing, so that a view of a tensor stays one."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return args[0] if function is Tensor.contiguous else function(*args, **(kwargs or {}))
 
 
 class BodyOutput(tuple[Tensor]):
@@ -80,6 +102,25 @@ class Layers(list[SimpleNamespace]):
         return self.body.modules()
 
 
+last_built: dict[tuple[str, torch.dtype], "AnyDecoder"] = {}
+"""The model that was built last, on the meta device: {(its configuration as JSON, the default dtype): the model}."""
+
+
+def make_decoder(config: "PretrainedConfig", backend: Backend, parallel: Parallel, max_model_len: int) -> "AnyDecoder":
+    """Return a model on the meta device.
+
+    To build one takes a second, and an engine needs three: its options, its memory and its weights. Each gets a copy of
+    the first.
+    """
+    key = (config.to_json_string(use_diff=False), torch.get_default_dtype())
+    if key not in last_built:
+        built = AnyDecoder(config)
+        last_built.clear()
+        last_built[key] = built
+    built = last_built[key]
+    return copy.deepcopy(built, {id(built.backend): backend})  # the memo says what is not copied
+
+
 class AnyDecoder(nn.Module):
     """The model of one rank. It has the attributes and methods of `Decoder`.
 
@@ -94,17 +135,12 @@ class AnyDecoder(nn.Module):
     cos_sin: Tensor
     elsewhere: tuple[str, ...] = ()
 
-    def __init__(self, config: "PretrainedConfig", backend: Backend, parallel: Parallel, max_model_len: int) -> None:
+    def __init__(self, config: "PretrainedConfig") -> None:
         super().__init__()
         from transformers import AutoModelForCausalLM
 
-        if parallel.size > 1:
-            raise ValueError(
-                f"tensor_parallel_size is {parallel.size}, and models that run through transformers' code have one "
-                "rank: set it to 1; data_parallel_size makes replicas"
-            )
         register()
-        self.backend = backend
+        self.backend = Backend("meta")
         self.most_positions: int | None = None
         config = copy.deepcopy(config)
         config._experts_implementation = "batched_mm"  # theirs, for mixtures that are not ours: it reads no values
@@ -122,7 +158,7 @@ class AnyDecoder(nn.Module):
         self._take_body()
         with torch.device("meta"):
             self._swap_ends()
-            Swap(backend).swap_children(self.body)
+            Swap(self.backend).swap_children(self.body)
         self.step = Step()
         self.layers = self._run_dry(int(config.num_hidden_layers))
         self.cos_sin = torch.empty(0, device="cpu")
@@ -191,16 +227,11 @@ class AnyDecoder(nn.Module):
         ids = torch.zeros(1, 2, dtype=torch.int64, device="meta")
         positions = torch.arange(2, device="meta")[None]
         buffers = [(m, name, value) for m in self.modules() for name, value in m._buffers.items() if value is not None]
-        ours: list[Any] = [m for m in self.body.modules() if isinstance(getattr(m, "backend", None), Backend)]
         for module, name, value in buffers:
             module._buffers[name] = value.to("meta")
-        for module in ours:
-            module.backend = Backend("meta")
         self.choose_attention(DRY_RUN)
-        # transformers reads the positions, to find packed sequences.
-        unpacked = patch("transformers.masking_utils.find_packed_sequence_indices", lambda _: None)
         try:
-            with torch.no_grad(), torch.device("meta"), unpacked, recording() as calls:
+            with torch.no_grad(), torch.device("meta"), ignoring_packed_sequences(), recording() as calls:
                 self.body(input_ids=ids, position_ids=positions, use_cache=False)
         except Exception as error:  # whatever their code raises for tensors without values
             told = str(error).strip().splitlines() or [type(error).__name__]
@@ -208,8 +239,6 @@ class AnyDecoder(nn.Module):
         finally:
             for module, name, value in buffers:
                 module._buffers[name] = value
-            for module in ours:
-                module.backend = self.backend
             self.choose_own_attention()
         if len(calls) != num_layers:
             raise ValueError(
@@ -317,7 +346,7 @@ class AnyDecoder(nn.Module):
             for name, (_, target) in own.items()
         }
         owners = {stand_in.untyped_storage()._cdata: name for name, stand_in in stand_ins.items()}
-        with torch.no_grad(), patch.object(Tensor, "contiguous", lambda tensor: tensor):  # so that views stay views
+        with torch.no_grad(), KeepViews():
             reverted = revert_weight_conversion(self.hf, dict(stand_ins))
         self.elsewhere = tuple(name for name in names if name not in reverted and self._ignored.search(name))
         for name, part in reverted.items():
