@@ -151,8 +151,7 @@ class EngineConfig:
     )
     model_impl: str = _results(
         "auto",
-        "whose code computes the model: nanovllm (Qwen, Llama and Mistral) or transformers (most other causal models, "
-        "with this engine's attention, matrices and cache). auto takes nanovllm where it has the model",
+        "whose code computes the model: nanovllm or transformers. auto takes nanovllm where it has the model",
     )
     lora: str | None = _results(
         None, "folder of one LoRA adapter, as PEFT saves it; it is merged into the weights while they are read"

@@ -1,6 +1,6 @@
 """Counts the parameters and the memory of a model, or of one rank's share of it."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,29 +29,22 @@ class Sizes:
 
     Attributes:
         model: the decoder. Its tensors have shapes, but no values.
+        backend: the model's. A layer may pad its heads to the `head_dims` of a backend.
         num_parameters: the number of its parameters. What is tied counts once, and padding counts.
     """
 
-    def __init__(
-        self,
-        config: "PretrainedConfig",
-        size: int = 1,
-        decoder: "type[Decoder] | None" = None,
-        head_dims: Collection[int] | None = None,
-    ) -> None:
+    def __init__(self, config: "PretrainedConfig", size: int = 1, decoder: "type[Decoder] | None" = None) -> None:
         """
         Args:
             size: how many ranks share each layer.
             decoder: the class of the model, or of a part of it. None: what `find_decoder` finds.
-            head_dims: those of the backend, to which a layer may pad its heads: see `Backend`.
 
         Raises:
             ValueError: so many ranks cannot share the model evenly.
         """
-        backend = Backend()
-        backend.head_dims = head_dims  # type: ignore[misc]  # of this backend alone
+        self.backend = Backend()
         with torch.device("meta"), default_dtype(read_dtype(config)):
-            self.model = (decoder or find_decoder(config))(config, backend, Parallel(0, size), 1)
+            self.model = (decoder or find_decoder(config))(config, self.backend, Parallel(0, size), 1)
         self.num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
 
     def weight_bytes(self, dtype: torch.dtype, quantizer: Quantizer | None = None) -> int:

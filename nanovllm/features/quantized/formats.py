@@ -42,7 +42,7 @@ class Format:
     suffixes: ClassVar[tuple[str, ...]] = ()
     """Suffixes of names of which each shows that a matrix of the checkpoint is quantised."""
     joint: ClassVar[str] = "."
-    """What stands between a matrix's name and a suffix."""
+    """The characters between a matrix's name and a suffix."""
     stored_bits: ClassVar[int] = 8
     """The bits of a weight in the checkpoint, of a format whose weights are dequantised while they are read."""
 

@@ -38,17 +38,25 @@ def find_class(config: "PretrainedConfig") -> Any:
 def make_config(data: dict[str, Any], source: str) -> "PretrainedConfig":
     """Make the configuration that data, the content of config.json, describes. `Family.check` of other families checks.
 
+    Args:
+        data: "model_impl" in it is the option of this name.
+
     Raises:
-        ValueError: transformers has no such causal model, or runs it only with code that is not transformers'.
+        ValueError: transformers has no such causal model, or model_impl asks for this engine's code.
     """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+    from nanovllm.models.model_config import FAMILIES
+
+    architectures = data.get("architectures") or []
+    named = ", ".join(map(quote, architectures)) or "no architecture"
+    supported = f"{source} names {named}; supported are: {', '.join(FAMILIES)}"
+    if data["model_impl"] == "nanovllm":
+        raise ValueError(f'{supported}; model_impl="auto" also runs causal models by transformers\' code')
     for module, name in PRIVATE:
         if not hasattr(import_module(module), name):
             version = import_module("transformers").__version__
             raise ValueError(f"{source}: transformers {version} has no {module}.{name}; 5.24, which was tested, has it")
-    architectures = data.get("architectures") or []
-    named = ", ".join(map(quote, architectures)) or "no architecture"
     kind = data.get("model_type")
     config: Any = None
     if isinstance(kind, str) and kind in CONFIG_MAPPING:
@@ -60,15 +68,11 @@ def make_config(data: dict[str, Any], source: str) -> "PretrainedConfig":
             raise ValueError(f"{source} is not a valid configuration of {quote(kind)}: {told}") from error
     model_class = None if config is None else find_class(config)
     if model_class is None or not names_causal_model(architectures, model_class.__name__):
-        from nanovllm.models.model_config import FAMILIES
-
-        raise ValueError(
-            f"{source} names {named}; supported are: {', '.join(FAMILIES)}, and what transformers has in its table of "
-            "causal models"
-        )
+        raise ValueError(f"{supported}, and what transformers has in its table of causal models")
     if hasattr(config, "per_layer_config"):
         config.allow_global_per_layer_attribute_access = True
     config.model_impl = "transformers"
+    config.is_headless = bool(re.search("(?<!LMHead)Model$", architectures[0]))
     made: PretrainedConfig = config
     return made
 
