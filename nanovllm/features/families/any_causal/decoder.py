@@ -24,6 +24,7 @@ from nanovllm.models.layers.embedding import LMHead
 from nanovllm.models.layers.linear import MatrixModule
 from nanovllm.models.layers.parallel import Parallel
 from nanovllm.models.layers.weights import ShardedLayer, WeightTarget, make_whole_target
+from nanovllm.ops.norm_rope_store import NormRope
 from nanovllm.ops.step_inputs import StepInputs
 from nanovllm.utils.machine import default_dtype
 
@@ -277,7 +278,7 @@ class AnyDecoder(nn.Module):
 
     def count_modules(self) -> tuple[int, int]:
         """Return how many of the modules that compute are ours, and how many there are."""
-        leaves = list(list_leaves(self))
+        leaves = list_leaves(self)
         return sum(isinstance(module, ShardedLayer) for module in leaves), len(leaves) - 1  # without the stub
 
     # ---- what the engine asks of a decoder
@@ -296,9 +297,12 @@ class AnyDecoder(nn.Module):
             for name, value in module._buffers.items():
                 module._buffers[name] = None if value is None else value.to(device)
         self.cos_sin = self.cos_sin.to(device)  # only its device is read
-        for dim in {layer.self_attn.stored_dim for layer in self.layers}:
+        layers = [layer.self_attn for layer in self.layers]
+        self._forms = {layer.form: layer for layer in reversed(layers)}
+        self._forms = dict(reversed(self._forms.items()))  # the first layer's form is the first
+        for dim in {layer.stored_dim for layer in layers}:
             half = torch.ones(1, dim // 2, device=device)
-            self.step.angles[dim] = torch.cat((half, torch.zeros_like(half)), 1)
+            self.step.norms[dim] = NormRope(None, None, 0.0, torch.cat((half, torch.zeros_like(half)), 1))
 
     def prove(self, config: ResolvedConfig) -> None:
         """Compare the loaded model with transformers' own attention, if its architecture is none that tests run."""
@@ -313,12 +317,11 @@ class AnyDecoder(nn.Module):
         step = self.step
         step.caches = caches
         step.origin = torch.zeros_like(inputs.positions)
-        for layer in (layer.self_attn for layer in self.layers):
-            if layer.form not in step.inputs:
-                cache: Any = caches[layer.source]
-                is_first = not step.inputs  # the runner has prepared the inputs for the first layer
-                prepare = self.backend.prepare_attention
-                step.inputs[layer.form] = inputs if is_first else prepare(inputs, cache, layer.num_heads)
+        for form, layer in self._forms.items():
+            cache: Any = caches[layer.source]
+            is_first = not step.inputs  # the runner has prepared the inputs for the first layer
+            prepare = self.backend.prepare_attention
+            step.inputs[form] = inputs if is_first else prepare(inputs, cache, layer.num_heads)
         try:
             ids = inputs.token_ids[None].long()
             output = self.body(input_ids=ids, position_ids=inputs.positions[None].long(), use_cache=False)
