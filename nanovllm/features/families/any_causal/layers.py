@@ -116,7 +116,8 @@ class Norm(ShardedLayer):
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, self.size).contiguous()  # x may be a part of a wider tensor
-        return self.backend.rms_norm(rows, self.weight, self.eps).view_as(x)  # takes a quarter of the time of view(x.shape)
+        y = self.backend.rms_norm(rows, self.weight, self.eps)
+        return y.view_as(x)  # four times as fast as view(x.shape)
 
     def weight_targets(self, path: str, names: Collection[str]) -> NamedTargets:
         yield f"{path}.weight", make_whole_target(self.weight, self.plus)
