@@ -2,7 +2,8 @@
 
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.apps.cli import main
 from nanovllm.apps.doctor import describe
 from nanovllm.backends.cpu.backend import CpuBackend
-from nanovllm.features.families.any_causal import attend, layers, proof
+from nanovllm.features.families.any_causal import attend, config, decoder, layers, proof
 from nanovllm.features.families.any_causal.decoder import AnyDecoder, last_built
 from nanovllm.models.model_config import OTHERS, find_family, load_model_config
 
@@ -363,7 +364,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str, dict[str, Any], dict[str, Any],
         "BloomForCausalLM",
         {},
         {},
-        "cannot run through transformers' code: ",
+        "BloomForCausalLM cannot run through transformers' code: its layers compute attention themselves",
     ),
     "angles that grow": (
         lambda: transformers.HunYuanDenseV1Config(
@@ -379,7 +380,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str, dict[str, Any], dict[str, Any],
         "JetMoeForCausalLM",
         {},
         {},
-        "JetMoeForCausalLM cannot run through transformers' code: ",
+        "JetMoeForCausalLM cannot run through transformers' code: its code reads the device while it computes",
     ),
     "code from the model's folder": (
         lambda: transformers.Gemma3TextConfig(**SMALL),
@@ -484,10 +485,61 @@ def test_a_model_is_built_once_for_an_engine(tmp_path: Path, monkeypatch: pytest
         assert counted == ["built"]
 
 
+@contextmanager
+def forgetting() -> Iterator[list[attend.AttentionLayer]]:
+    with attend.recording() as calls:
+        yield calls
+        calls.pop()
+
+
+def test_a_layer_that_does_not_attend_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_any(tmp_path, "LlamaForCausalLM")
+    monkeypatch.setattr(decoder, "recording", forgetting)
+    last_built.clear()
+    with pytest.raises(ValueError, match=r"cannot run .*: 1 of 2 layers call transformers' attention function"):
+        LLM(tmp_path, **OPTIONS | {"model_impl": "transformers"})
+
+
+def test_a_head_or_an_embedding_of_another_kind_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Shifted(torch.nn.Embedding):
+        def forward(self, ids: Tensor) -> Tensor:
+            return super().forward(ids) + 1
+
+    with pytest.raises(ValueError, match=r"its embedding \(Shifted\) is not a table of rows"):
+        layers.find_scale(Shifted(8, 16))
+    save_any(tmp_path, "LlamaForCausalLM")
+
+    def replace_head(model: Any) -> torch.nn.Module:
+        model.lm_head = torch.nn.Identity()
+        return model.lm_head
+
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "get_output_embeddings", replace_head)
+    last_built.clear()
+    with pytest.raises(ValueError, match="its embedding is Embedding and its head Identity"):
+        LLM(tmp_path, **OPTIONS | {"model_impl": "transformers"})
+
+
+def test_a_tensor_that_a_checkpoint_would_have_to_compute_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_any(tmp_path, "LlamaForCausalLM")
+    monkeypatch.setattr(
+        transformers.core_model_loading,
+        "revert_weight_conversion",
+        lambda _, tensors: {name: tensor.clone() for name, tensor in tensors.items()},
+    )
+    with pytest.raises(ValueError, match="in checkpoints is computed from several tensors, which is not supported"):
+        LLM(tmp_path, **OPTIONS | {"model_impl": "transformers"})
+
+
 def test_another_transformers_fails_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_config(tmp_path, transformers.Gemma3TextConfig(**SMALL), "Gemma3ForCausalLM")
     monkeypatch.delattr(transformers.core_model_loading, "revert_weight_conversion")
-    with pytest.raises(ValueError, match=r"has no transformers\.core_model_loading\.revert_weight_conversion; 5\.24"):
+    missing = r"transformers 5.* has no transformers\.core_model_loading\.revert_weight_conversion, .* 5\.8 to 5\.24"
+    with pytest.raises(ValueError, match=missing):
+        LLM(tmp_path, **OPTIONS)
+    monkeypatch.setattr(config, "PRIVATE", ("transformers.no_such_module.name",))
+    with pytest.raises(ValueError, match=r"has no transformers\.no_such_module\.name"):
         LLM(tmp_path, **OPTIONS)
 
 

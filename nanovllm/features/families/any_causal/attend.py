@@ -165,6 +165,9 @@ class Mask:
     ndim = 4
     shape = (1, 1, 2, 2)
 
+    def __radd__(self, scores: Tensor) -> Tensor:
+        raise ValueError("its layers compute attention themselves, and do not call transformers' attention function")
+
     def __getitem__(self, part: tuple[slice, ...]) -> "Mask":
         """Return the mask, of which a model may take everything."""
         if any(one not in (slice(None), slice(0, None)) for one in part):

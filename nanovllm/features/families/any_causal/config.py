@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import replace
 from importlib import import_module
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.config import EngineConfig, ResolvedConfig
@@ -18,11 +19,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PRIVATE = (
-    ("transformers.core_model_loading", "revert_weight_conversion"),
-    ("transformers.initialization", "no_init_weights"),
-    ("transformers.masking_utils", "find_packed_sequence_indices"),
+    "transformers.core_model_loading.revert_weight_conversion",
+    "transformers.initialization.no_init_weights",
+    "transformers.masking_utils.find_packed_sequence_indices",
 )
-"""(module, name) of what is used of transformers, and is not public. All of it is used at load."""
+"""The names of what is used of transformers, and is not public. All of it is used at load."""
 
 UNREAD = "unread."
 """Stands before the names of tensors that are not read: those for pictures and sound, for example."""
@@ -53,10 +54,15 @@ def make_config(data: dict[str, Any], source: str) -> "PretrainedConfig":
     supported = f"{source} names {named}; supported are: {', '.join(FAMILIES)}"
     if data["model_impl"] == "nanovllm":
         raise ValueError(f'{supported}; model_impl="auto" also runs causal models by transformers\' code')
-    for module, name in PRIVATE:
-        if not hasattr(import_module(module), name):
+    for name in PRIVATE:
+        try:
+            resolve_name(name)
+        except (ImportError, AttributeError) as error:
             version = import_module("transformers").__version__
-            raise ValueError(f"{source}: transformers {version} has no {module}.{name}; 5.24, which was tested, has it")
+            raise ValueError(
+                f"{source}: transformers {version} has no {name}, which loading this model needs: install one of the "
+                "versions 5.8 to 5.24, of which some were tested"
+            ) from error
     kind = data.get("model_type")
     config: Any = None
     if isinstance(kind, str) and kind in CONFIG_MAPPING:

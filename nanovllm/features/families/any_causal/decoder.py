@@ -36,6 +36,10 @@ IGNORED = r"\.rotary_emb\.inv_freq$"
 """The form of names of tensors that old checkpoints have, and that config.json says as well."""
 
 
+META = "meta tensor"
+"""Words of torch's errors for a tensor without values whose values are read."""
+
+
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
     """Within, parameters are made without memory, and buffers (angles, factors) with their values."""
@@ -158,17 +162,21 @@ class AnyDecoder(nn.Module):
                 self.hf.tie_weights()
         except Exception as error:  # whatever their code raises for values that contradict each other
             raise ValueError(f"transformers cannot make a model of {type(config).__name__}: {error}") from error
-        refuse_states(self.hf)
         patterns = [IGNORED, *(self.hf._keys_to_ignore_on_load_unexpected or ())]
         self._ignored = re.compile("|".join(patterns))
-        self._prepare_buffers()
-        self._fix_angles()
-        self._take_body()
-        with torch.device("meta"):
-            self._swap_ends()
-            Swap(self.backend).swap_children(self.body)
         self.step = Step()
-        self.layers = self._run_dry(int(config.num_hidden_layers))
+        try:
+            refuse_states(self.hf)
+            self._prepare_buffers()
+            self._fix_angles()
+            self._take_body()
+            with torch.device("meta"):
+                self._swap_ends()
+                Swap(self.backend).swap_children(self.body)
+            self.layers = self._run_dry(int(config.num_hidden_layers))
+        except ValueError as error:
+            name = type(self.hf).__name__
+            raise ValueError(f"{name} cannot run through transformers' code: {error}") from error
         self.cos_sin = torch.empty(0, device="cpu")
 
     # ---- building
@@ -242,17 +250,14 @@ class AnyDecoder(nn.Module):
             with torch.no_grad(), torch.device("meta"), ignoring_packed_sequences(), recording() as calls:
                 self.body(input_ids=ids, position_ids=positions, use_cache=False)
         except Exception as error:  # whatever their code raises for tensors without values
-            told = str(error).strip().splitlines() or [type(error).__name__]
-            raise ValueError(f"{type(self.hf).__name__} cannot run through transformers' code: {told[0]}") from error
+            told = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise ValueError("its code reads the device while it computes" if META in told else told) from error
         finally:
             for module, name, value in buffers:
                 module._buffers[name] = value
             self.choose_own_attention()
         if len(calls) != num_layers:
-            raise ValueError(
-                f"{type(self.hf).__name__} cannot run through transformers' code: {len(calls)} of {num_layers} layers "
-                "call transformers' attention function"
-            )
+            raise ValueError(f"{len(calls)} of {num_layers} layers call transformers' attention function")
         for layer in calls:
             layer.backend = self.backend
             layer.step = self.step
@@ -393,8 +398,7 @@ def find_path(model: nn.Module, module: nn.Module) -> str:
     """Return the path of a module in a model; ValueError if it is not there."""
     path = next((path for path, other in model.named_modules() if other is module), "")
     if not path:
-        what = type(module).__name__
-        raise ValueError(f"{type(model).__name__} cannot run through transformers' code: its {what} is no part of it")
+        raise ValueError(f"its {type(module).__name__} is no part of it")
     return path
 
 
@@ -402,7 +406,4 @@ def refuse_states(model: nn.Module) -> None:
     """Raise a ValueError if a module keeps a state from token to token. It may lie beside attention, in one layer."""
     for name, module in model.named_modules():
         if isinstance(module, nn.Conv1d) or hasattr(module, "A_log"):
-            raise ValueError(
-                f"{type(model).__name__} cannot run through transformers' code: {name} keeps a state from token to "
-                "token, for which this engine has no place there"
-            )
+            raise ValueError(f"{name} keeps a state from token to token, for which this engine has no place there")
