@@ -303,8 +303,9 @@ class AnyDecoder(nn.Module):
                 module._buffers[name] = None if value is None else value.to(device)
         self.cos_sin = self.cos_sin.to(device)  # only its device is read
         layers = [layer.self_attn for layer in self.layers]
-        self._forms = {layer.form: layer for layer in reversed(layers)}
-        self._forms = dict(reversed(self._forms.items()))  # the first layer's form is the first
+        self._forms: dict[tuple[int, ...], Any] = {}
+        for layer in layers:
+            self._forms.setdefault(layer.form, layer)
         for dim in {layer.stored_dim for layer in layers}:
             half = torch.ones(1, dim // 2, device=device)
             self.step.norms[dim] = NormRope(None, None, 0.0, torch.cat((half, torch.zeros_like(half)), 1))
