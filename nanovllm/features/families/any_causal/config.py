@@ -61,7 +61,7 @@ def make_config(data: dict[str, Any], source: str) -> "PretrainedConfig":
             version = import_module("transformers").__version__
             raise ValueError(
                 f"{source}: transformers {version} has no {name}, which loading this model needs: install one of the "
-                "versions 5.8 to 5.24, of which some were tested"
+                "versions 5.8 to 5.24, which were tested in part"
             ) from error
     kind = data.get("model_type")
     config: Any = None
