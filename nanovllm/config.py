@@ -23,7 +23,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "distributed_backend": ("auto", "nccl", "gloo"),
     "load_format": ("auto", "dummy"),
     "model_impl": ("auto", "nanovllm", "transformers"),
-    "quantization": ("int8", "int8-dynamic", "awq", "gptq", "compressed-tensors", "fp8"),
+    "quantization": ("int8", "int8-dynamic", "awq", "gptq", "compressed-tensors", "fp8", "mxfp4"),
     "logprobs_mode": ("raw_logprobs", "processed_logprobs"),
     "order": ("auto", "given"),
     "reasoning_parser": ("qwen3", "deepseek_r1"),
@@ -151,8 +151,7 @@ class EngineConfig:
     )
     model_impl: str = _results(
         "auto",
-        "whose code computes the model: nanovllm (Qwen, Llama and Mistral) or transformers (most other causal models, "
-        "with this engine's attention, matrices and cache). auto takes nanovllm where it has the model",
+        "whose code computes the model: nanovllm or transformers. auto takes nanovllm where it has the model",
     )
     lora: str | None = _results(
         None, "folder of one LoRA adapter, as PEFT saves it; it is merged into the weights while they are read"

@@ -278,8 +278,7 @@ def make_runner(
             adapter=adapter,
         )
     runner = runner_class(config, hf_config, fill, parallel, quantizer, find_decoder(hf_config))
-    with runner.computing():
-        runner.model.prove(config)
+    runner.model.prove(config)
     # If the ranks do not share each layer, rank 0 alone has the draft model.
     if config.draft is not None and (parallel.rank == 0 or parallel.size > 1):
         from nanovllm.features.drafts.draft_model import read_draft

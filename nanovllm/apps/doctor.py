@@ -15,12 +15,11 @@ import torch
 from nanovllm.apps.estimate import describe_code, fetch_config
 from nanovllm.backends import NAMES
 from nanovllm.backends.cpu.library import cache_folder, describe_danger, find_compiler
-from nanovllm.models.sizes import Sizes
+from nanovllm.models.sizes import Sizes, read_dtype
 from nanovllm.runner.resolve import (
     Work,
     find_heads,
     list_candidates,
-    read_dtype,
     resolve_device,
     resolve_dtype,
     why_cannot,

@@ -7,7 +7,7 @@ decoder.
 """
 
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -24,8 +24,6 @@ from nanovllm.utils.machine import default_dtype
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
-
-    from nanovllm.config import ResolvedConfig
 
 
 POSITIONS_AT_A_TIME = 2048
@@ -259,14 +257,13 @@ class Decoder(nn.Module):
         self.lm_head = LMHead(config.vocab_size, config.hidden_size, parallel)
         if self.tied:
             self.lm_head.weight = self.embed_tokens.weight
-        cos_sin = make_rotary_table(config, max_model_len).to(next(self.layers.parameters()).device)
-        self.register_buffer("cos_sin", cos_sin, persistent=False)
+        self.fill_tables(config, max_model_len, next(self.layers.parameters()).device)
 
     def fill_tables(self, config: "PretrainedConfig", num_positions: int, device: torch.device) -> None:
         """Compute the tables that no checkpoint has. On the meta device they had no values."""
-        self.cos_sin = make_rotary_table(config, num_positions).to(device)
+        self.register_buffer("cos_sin", make_rotary_table(config, num_positions).to(device), persistent=False)
 
-    def prove(self, config: "ResolvedConfig") -> None:
+    def prove(self, config: Any) -> None:
         """Compare the loaded model with another implementation, if the family needs that; ValueError if they differ."""
 
     def forward(self, inputs: StepInputs, caches: list[LayerCache]) -> Tensor:

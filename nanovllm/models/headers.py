@@ -118,9 +118,9 @@ def fit_to_checkpoint(config: "PretrainedConfig", folder: Path | None) -> bool:
     if folder is not None:
         headers = Headers(folder, config)
         report_unread_files(headers)
-        is_native = find_family(config) is not OTHERS
-        if is_native:
+        if find_family(config) is not OTHERS:
             compare_sizes(config, headers)
+            can_generate &= config.tie_word_embeddings or HEAD in headers.names or headers.has_prefix
         if can_generate and config.tie_word_embeddings and has_own_head(headers):
             logger.warning(
                 "config.json in %s says that the LM head is tied to the embedding, and the checkpoint has a head of "
@@ -128,8 +128,6 @@ def fit_to_checkpoint(config: "PretrainedConfig", folder: Path | None) -> bool:
                 folder,
             )
             config.tie_word_embeddings = False
-        if is_native and not config.tie_word_embeddings:
-            can_generate = can_generate and (HEAD in headers.names or headers.has_prefix)
     if not can_generate:
         config.tie_word_embeddings = True
     return can_generate

@@ -32,8 +32,7 @@ class Family:
         resolve: the path of a function that returns the options as the family needs them: see `load.resolve_options`.
             None: they stay as they are for other families.
         unread: prefixes of names of tensors. A checkpoint may have tensors with these names; no model reads them.
-        rename: the path of a function that names a checkpoint's tensors as the decoder does: see `name_canonically`.
-            None: the names are those of Llama.
+        rename: the path of a function rename(names, config) of a checkpoint's tensors: see `name_canonically`.
     """
 
     config_class: str
@@ -43,7 +42,7 @@ class Family:
     check: str = "nanovllm.models.model_config:check_dense"
     resolve: str | None = None
     unread: tuple[str, ...] = ()
-    rename: str | None = None
+    rename: str = "nanovllm.models.weight_reader:name_like_llama"
 
 
 QWEN3_5 = Family(
@@ -80,7 +79,7 @@ FAMILIES = {
 
 OTHERS = Family(
     "",
-    decoder="nanovllm.features.families.any_causal.decoder:AnyDecoder",
+    decoder="nanovllm.features.families.any_causal.decoder:make_decoder",
     check="nanovllm.features.families.any_causal.config:make_config",
     resolve="nanovllm.features.families.any_causal.config:resolve_any",
     unread=("unread.",),
@@ -202,18 +201,13 @@ def load_model_config(data: dict[str, Any], source: str, model_impl: str = "auto
     names = [re.sub("Model$", "ForCausalLM", name) for name in architectures if isinstance(name, str)]
     architecture = next((name for name in names if name in FAMILIES), None)
     model_impl = data.get("model_impl", model_impl)
-    if architecture is None and model_impl == "nanovllm":
-        named = ", ".join(map(quote, architectures)) or "no architecture"
-        advice = '; model_impl="auto" also runs causal models by transformers\' code'
-        raise ValueError(f"{source} names {named}; supported are: {', '.join(FAMILIES)}{advice}")
     auto_map = data.get("auto_map") or {}
     if not isinstance(auto_map, dict) or any(str(name).startswith("AutoModel") for name in auto_map):
         raise ValueError(f"{source} has an auto_map: it needs code of its own, and code from models is never run here")
     check_limits(data, source)
     data = read_quantization(read_dtypes(data, source))
     if architecture is None or model_impl == "transformers":
-        made: PretrainedConfig = resolve_name(OTHERS.check)(data, source)
-        return made
+        return resolve_name(OTHERS.check)(data | {"model_impl": model_impl}, source)
     class_name = FAMILIES[architecture].config_class
     config_class = getattr(transformers, class_name, None)
     if config_class is None:
@@ -237,9 +231,7 @@ def load_model_config(data: dict[str, Any], source: str, model_impl: str = "auto
 
 def is_headless(config: "PretrainedConfig") -> bool:
     """Return whether the architecture has no LM head, so that the model can only embed."""
-    if find_family(config) is OTHERS:
-        return bool(re.search("(?<!LMHead)Model$", (config.architectures or [""])[0]))
-    return not any(name in FAMILIES for name in config.architectures or FAMILIES)
+    return bool(getattr(config, "is_headless", not any(name in FAMILIES for name in config.architectures or FAMILIES)))
 
 
 def _check(config: "PretrainedConfig", source: str) -> None:
@@ -289,13 +281,9 @@ def find_family(config: "PretrainedConfig") -> Family:
     return next(family for family in FAMILIES.values() if family.config_class == type(config).__name__)
 
 
-def find_renaming(config: "PretrainedConfig") -> Callable[[list[str], "PretrainedConfig"], dict[str, str]] | None:
-    """Return the function that names the tensors of a family's checkpoints; None for the usual names."""
-    path = find_family(config).rename
-    if path is None:
-        return None
-    renaming: Callable[[list[str], PretrainedConfig], dict[str, str]] = resolve_name(path)
-    return renaming
+def find_renaming(config: "PretrainedConfig") -> Callable[[list[str], Any], dict[str, str]]:
+    """Return the function that names the tensors of a family's checkpoints as its decoder does."""
+    return resolve_name(find_family(config).rename)  # type: ignore[no-any-return]
 
 
 def find_rotary_dim(config: "PretrainedConfig") -> int:

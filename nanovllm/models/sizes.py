@@ -1,6 +1,6 @@
 """Counts the parameters and the memory of a model, or of one rank's share of it."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,6 +10,7 @@ from nanovllm.models.decoder import find_decoder
 from nanovllm.models.layers.parallel import Parallel
 from nanovllm.models.layers.weights import Quantizer
 from nanovllm.ops.attention import AttentionVariant
+from nanovllm.utils.machine import default_dtype
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -17,34 +18,33 @@ if TYPE_CHECKING:
     from nanovllm.models.decoder import Decoder
 
 
+def read_dtype(hf_config: "PretrainedConfig") -> torch.dtype:
+    """Return the dtype that the model's config.json names, or float32 if it names none."""
+    dtype = getattr(hf_config, "dtype", None) or torch.float32
+    return getattr(torch, dtype) if isinstance(dtype, str) else dtype
+
+
 class Sizes:
     """The sizes of a model, or of one rank's share. They are counted on torch's meta device, which has no memory.
 
     Attributes:
         model: the decoder. Its tensors have shapes, but no values.
+        backend: the model's. A layer may pad its heads to the `head_dims` of a backend.
         num_parameters: the number of its parameters. What is tied counts once, and padding counts.
     """
 
-    def __init__(
-        self,
-        config: "PretrainedConfig",
-        size: int = 1,
-        decoder: "type[Decoder] | None" = None,
-        head_dims: Collection[int] | None = None,
-    ) -> None:
+    def __init__(self, config: "PretrainedConfig", size: int = 1, decoder: "type[Decoder] | None" = None) -> None:
         """
         Args:
             size: how many ranks share each layer.
             decoder: the class of the model, or of a part of it. None: what `find_decoder` finds.
-            head_dims: those of the backend, to which a layer may pad its heads: see `Backend`.
 
         Raises:
             ValueError: so many ranks cannot share the model evenly.
         """
-        backend = Backend()
-        backend.head_dims = head_dims  # type: ignore[misc]  # of this backend alone
-        with torch.device("meta"):
-            self.model = (decoder or find_decoder(config))(config, backend, Parallel(0, size), 1)
+        self.backend = Backend()
+        with torch.device("meta"), default_dtype(read_dtype(config)):
+            self.model = (decoder or find_decoder(config))(config, self.backend, Parallel(0, size), 1)
         self.num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
 
     def weight_bytes(self, dtype: torch.dtype, quantizer: Quantizer | None = None) -> int:

@@ -246,19 +246,19 @@ def find_names(files: Iterable[Path]) -> dict[str, Path]:
 
 
 def name_canonically(names: Iterable[str], config: "PretrainedConfig | None" = None) -> dict[str, str]:
+    """Return {name: the name that the model knows it by}, by the rule of its family: see `name_like_llama`."""
+    rename = name_like_llama if config is None else find_renaming(config)
+    return rename(list(names), config)
+
+
+def name_like_llama(names: list[str], _: Any = None) -> dict[str, str]:
     """Return {name: the name that the model knows it by}. A checkpoint without an LM head has no "model." there.
 
     In a checkpoint that has other parts, such as one for pictures, "language_model." stands before the names as well.
 
-    Args:
-        config: the model's configuration. Its family may have another rule.
-
     Raises:
         ValueError: two names stand for one tensor of the model, so nobody can know which one is meant.
     """
-    names = list(names)
-    if config is not None and (rename := find_renaming(config)) is not None:
-        return rename(names, config)
     prefix = "" if any(name.startswith("model.") for name in names) else "model."
     canonical = {name: name if name.startswith("lm_head.") else prefix + name for name in names}
     canonical = {name: own.replace("model.language_model.", "model.", 1) for name, own in canonical.items()}

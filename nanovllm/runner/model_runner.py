@@ -76,7 +76,8 @@ class ModelRunner:
         self.kv_dtype: torch.dtype = getattr(torch, config.kv_dtype)
         self.hf_config = hf_config
         self.backend = make_backend(config.attention_backend, self.device)
-        self.sizes = Sizes(hf_config, parallel.size, decoder, self.backend.head_dims)
+        self.sizes = Sizes(hf_config, parallel.size, decoder)
+        self.sizes.backend.head_dims = self.backend.head_dims  # type: ignore[misc]  # of this backend alone
         self.quantizer = quantizer
         self.decoder = decoder
         self._read_weights = read_weights

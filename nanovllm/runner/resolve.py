@@ -10,7 +10,7 @@ from nanovllm.backends import Backend, find_backend
 from nanovllm.backends.devices import DEVICES
 from nanovllm.config import DEFAULT_NUM_SEQS, TOKEN_BUDGETS, WORTH_COMPILING, EngineConfig, ResolvedConfig
 from nanovllm.models.model_config import limit_length
-from nanovllm.models.sizes import Sizes
+from nanovllm.models.sizes import Sizes, read_dtype
 from nanovllm.ops.sample import SamplingValues
 from nanovllm.utils.checks import quote
 
@@ -118,12 +118,6 @@ def resolve_device(name: str) -> torch.device:
     if (device.index or 0) >= module.device_count():
         raise ValueError(f"device is {quote(name)}, but there are {module.device_count()} {kind} devices")
     return device if device.index is not None else torch.device(device.type, module.current_device())
-
-
-def read_dtype(hf_config: "PretrainedConfig") -> torch.dtype:
-    """Return the dtype that the model's config.json names, or float32 if it names none."""
-    dtype = getattr(hf_config, "dtype", None) or torch.float32
-    return getattr(torch, dtype) if isinstance(dtype, str) else dtype
 
 
 class Work(NamedTuple):

@@ -2,7 +2,8 @@
 
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,17 +13,19 @@ import torch
 import transformers
 from helpers.adapters import save_adapter
 from helpers.any_models import CASES, compare, run_case, save_any
+from helpers.quantized import CHECKPOINTS, round_rows, run, save_quantised, save_with
 from helpers.tiny import CROWDED, draw_prompts, edit_json, save_random
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import masking_utils
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.apps.cli import main
 from nanovllm.apps.doctor import describe
 from nanovllm.backends.cpu.backend import CpuBackend
-from nanovllm.features.families.any_causal import attend, layers, proof
-from nanovllm.features.families.any_causal.decoder import AnyDecoder
+from nanovllm.features.families.any_causal import attend, config, decoder, layers, proof
+from nanovllm.features.families.any_causal.decoder import AnyDecoder, last_built
 from nanovllm.models.model_config import OTHERS, find_family, load_model_config
 
 OPTIONS = CROWDED | {"attention_backend": "torch"}
@@ -209,17 +212,64 @@ def test_drafts_change_no_token(saved: tuple[str, Path, Any], method: str) -> No
 
 
 def test_int8_says_the_same_in_torch_and_in_cpp(saved: tuple[str, Path, Any]) -> None:
-    name, folder, _ = saved
+    folder = saved[1]
     options = OPTIONS | {"quantization": "int8", "kv_cache_dtype": "int8"}
-    if name == "GptOssForCausalLM":
-        with pytest.raises(ValueError, match=r"quantization is 'int8', and GptOss.* stores its experts transposed"):
-            LLM(folder, **options)
-        options["quantization"] = None
     said = []
     for backend in ("torch", "cpu"):
         with LLM(folder, **options | {"attention_backend": backend}) as llm:
             said.append(generate(llm))
     assert said[0] == said[1]
+
+
+@pytest.mark.parametrize("name", ["awq", *(pytest.param(n, marks=pytest.mark.slow) for n in CHECKPOINTS if n != "awq")])
+def test_a_quantised_checkpoint_says_what_its_values_mean(name: str, tmp_path: Path) -> None:
+    save_any(tmp_path / "model", "OlmoeForCausalLM")
+    quantised, means = save_quantised(tmp_path / "model", tmp_path, *CHECKPOINTS[name])
+    assert run(quantised) == run(means)
+
+
+def save_published(folder: Path, target: Path) -> tuple[Path, Path]:
+    """Copy a small gpt-oss twice: with random experts in MXFP4, and with what int8 makes of these. Return both."""
+    rounded: dict[str, Tensor] = {}
+
+    def pack(name: str, tensor: Tensor) -> dict[str, Tensor]:
+        values = tensor.transpose(1, 2) if tensor.dim() == 3 else tensor
+        tensors = {name: tensor}
+        if tensor.dim() == 3:
+            torch.manual_seed(tensor.shape[1])
+            blocks = torch.randint(256, (*values.shape[:2], values.shape[2] // 32, 16), dtype=torch.uint8)
+            scales = torch.randint(122, 125, blocks.shape[:3], dtype=torch.uint8)
+            tensors = {f"{name}_blocks": blocks, f"{name}_scales": scales}
+            values = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32).transpose(1, 2)
+        is_matrix = tensor.dim() == 3 or name.endswith(("_proj.weight", "embed_tokens.weight"))
+        values = round_rows(values) if is_matrix else values
+        rounded[name] = values.transpose(1, 2) if tensor.dim() == 3 else values
+        return tensors
+
+    published = save_with(folder, target / "published", pack)
+    kept = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    settings = {"quant_method": "mxfp4", "modules_to_not_convert": kept}
+    edit_json(published / "config.json", quantization_config=settings)
+    return published, save_with(folder, target / "rounded", lambda name, _: {name: rounded[name]})
+
+
+def test_gpt_oss_runs_as_it_is_published(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save_any(tmp_path / "model", "GptOssForCausalLM")
+    published, rounded = save_published(tmp_path / "model", tmp_path)
+    quantised = transformers.Mxfp4Config(dequantize=True)
+    model = transformers.GptOssForCausalLM.from_pretrained(published, quantization_config=quantised).float().eval()
+    with LLM(published, **OPTIONS) as llm:
+        found = compare(model, llm)
+        assert found.num_equal == found.num_tokens
+        assert found.worst < 1e-3
+        for ours, theirs in zip(llm.engine.runner.model.body.layers, model.model.layers, strict=True):
+            assert torch.equal(ours.mlp.experts.gate_up.transpose(1, 2), theirs.mlp.experts.gate_up_proj)
+            assert torch.equal(ours.mlp.experts.down.transpose(1, 2), theirs.mlp.experts.down_proj)
+    assert "weights of 4 bits (mxfp4) become float32" in caplog.text
+    for backend in ("torch", "cpu"):
+        options = OPTIONS | {"attention_backend": backend, "quantization": "int8"}
+        with LLM(published, **options) as coded, LLM(rounded, **options | {"quantization": None}) as meant:
+            assert generate(coded) == generate(meant)
 
 
 @pytest.mark.parametrize("backend", ["torch", "cpu"])
@@ -314,7 +364,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str, dict[str, Any], dict[str, Any],
         "BloomForCausalLM",
         {},
         {},
-        "cannot run through transformers' code: ",
+        "BloomForCausalLM cannot run through transformers' code: its layers compute attention themselves",
     ),
     "angles that grow": (
         lambda: transformers.HunYuanDenseV1Config(
@@ -330,7 +380,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str, dict[str, Any], dict[str, Any],
         "JetMoeForCausalLM",
         {},
         {},
-        "JetMoeForCausalLM cannot run through transformers' code: ",
+        "JetMoeForCausalLM cannot run through transformers' code: its code reads the device while it computes",
     ),
     "code from the model's folder": (
         lambda: transformers.Gemma3TextConfig(**SMALL),
@@ -360,19 +410,19 @@ REFUSED: dict[str, tuple[Callable[[], Any], str, dict[str, Any], dict[str, Any],
         {},
         "is not a valid configuration of 'gemma3_text'",
     ),
-    "a quantised checkpoint": (
+    "a quantised checkpoint of a format that is not read": (
         lambda: transformers.Gemma3TextConfig(**SMALL),
         "Gemma3ForCausalLM",
-        {"quantization_config": {"quant_method": "awq", "bits": 4}},
+        {"quantization_config": {"quant_method": "bitsandbytes"}},
         {},
-        "the checkpoint is quantised, and 'Gemma3ForCausalLM' runs through transformers' code",
+        "'bitsandbytes': this is not supported: use the original checkpoint",
     ),
     "ranks that share layers": (
         lambda: transformers.Gemma3TextConfig(**SMALL),
         "Gemma3ForCausalLM",
         {},
         {"tensor_parallel_size": 2},
-        "tensor_parallel_size is 2, and models that run through transformers' code have one rank",
+        r"on one rank: leave tensor_parallel_size \(2\) and pipeline_parallel_size \(1\) at 1",
     ),
     "stages of a pipeline": (
         lambda: transformers.Gemma3TextConfig(**SMALL),
@@ -412,17 +462,84 @@ def test_a_large_mixture_that_the_kernels_do_not_compute_is_refused(
 ) -> None:
     model = save_any(tmp_path, "OlmoeForCausalLM")
     monkeypatch.setattr("nanovllm.features.families.any_causal.experts.is_mixture", lambda _: False)
+    last_built.clear()
     with LLM(tmp_path, **OPTIONS) as llm:
         assert compare(model, llm).num_equal == 216  # 8 experts, by transformers' code
     monkeypatch.setattr(layers, "MOST_COPIED_EXPERTS", 7)
+    last_built.clear()
     with pytest.raises(ValueError, match=r"its mixture of 8 experts.*more than 7 experts take too much memory"):
         LLM(tmp_path, **OPTIONS)
+
+
+def test_a_model_is_built_once_for_an_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_any(tmp_path, "Gemma3ForCausalLM")
+    counted: list[str] = []
+    run_dry = AnyDecoder._run_dry
+    monkeypatch.setattr(AnyDecoder, "_run_dry", lambda *given: counted.append("built") or run_dry(*given))
+    for dtype in ("float32", "bfloat16"):
+        last_built.clear()
+        counted.clear()
+        edit_json(tmp_path / "config.json", dtype=dtype)
+        with LLM(tmp_path, **OPTIONS | {"dtype": dtype}) as llm:
+            assert next(llm.engine.runner.model.parameters()).dtype == getattr(torch, dtype)
+        assert counted == ["built"]
+
+
+@contextmanager
+def forgetting() -> Iterator[list[attend.AttentionLayer]]:
+    with attend.recording() as calls:
+        yield calls
+        calls.pop()
+
+
+def test_a_layer_that_does_not_attend_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_any(tmp_path, "LlamaForCausalLM")
+    monkeypatch.setattr(decoder, "recording", forgetting)
+    last_built.clear()
+    with pytest.raises(ValueError, match=r"cannot run .*: 1 of 2 layers call transformers' attention function"):
+        LLM(tmp_path, **OPTIONS | {"model_impl": "transformers"})
+
+
+def test_a_head_or_an_embedding_of_another_kind_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Shifted(torch.nn.Embedding):
+        def forward(self, ids: Tensor) -> Tensor:
+            return super().forward(ids) + 1
+
+    with pytest.raises(ValueError, match=r"its embedding \(Shifted\) is not a table of rows"):
+        layers.find_scale(Shifted(8, 16))
+    save_any(tmp_path, "LlamaForCausalLM")
+
+    def replace_head(model: Any) -> torch.nn.Module:
+        model.lm_head = torch.nn.Identity()
+        return model.lm_head
+
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "get_output_embeddings", replace_head)
+    last_built.clear()
+    with pytest.raises(ValueError, match="its embedding is Embedding and its head Identity"):
+        LLM(tmp_path, **OPTIONS | {"model_impl": "transformers"})
+
+
+def test_a_tensor_that_a_checkpoint_would_have_to_compute_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_any(tmp_path, "LlamaForCausalLM")
+    monkeypatch.setattr(
+        transformers.core_model_loading,
+        "revert_weight_conversion",
+        lambda _, tensors: {name: tensor.clone() for name, tensor in tensors.items()},
+    )
+    with pytest.raises(ValueError, match="in checkpoints is computed from several tensors, which is not supported"):
+        LLM(tmp_path, **OPTIONS | {"model_impl": "transformers"})
 
 
 def test_another_transformers_fails_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_config(tmp_path, transformers.Gemma3TextConfig(**SMALL), "Gemma3ForCausalLM")
     monkeypatch.delattr(transformers.core_model_loading, "revert_weight_conversion")
-    with pytest.raises(ValueError, match=r"has no transformers\.core_model_loading\.revert_weight_conversion; 5\.24"):
+    missing = r"transformers 5.* has no transformers\.core_model_loading\.revert_weight_conversion, .* 5\.8 to 5\.24"
+    with pytest.raises(ValueError, match=missing):
+        LLM(tmp_path, **OPTIONS)
+    monkeypatch.setattr(config, "PRIVATE", ("transformers.no_such_module.name",))
+    with pytest.raises(ValueError, match=r"has no transformers\.no_such_module\.name"):
         LLM(tmp_path, **OPTIONS)
 
 

@@ -22,6 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from transformers import PretrainedConfig, Qwen2ForCausalLM, Qwen3MoeForCausalLM
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from benchmarks.evidence.bench_loading import AT_LOAD, measure
 from benchmarks.random_checkpoint import write_random_checkpoint
@@ -32,7 +33,7 @@ from nanovllm.features.quantized.checkpoints import Awq, Gptq, PackQuantized, fi
 from nanovllm.features.quantized.codes import Codes
 from nanovllm.features.quantized.formats import Format
 from nanovllm.features.quantized.loading import count_bytes
-from nanovllm.features.quantized.unpack import find_order
+from nanovllm.features.quantized.unpack import Floats4, find_order
 from nanovllm.features.shapes import preset_config
 from nanovllm.models.sizes import Sizes
 
@@ -218,6 +219,20 @@ def test_loading_never_holds_the_model_in_16_bits(name: str, tmp_path: Path) -> 
     assert measure(tmp_path, "auto", name)["most"] < limit
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_mxfp4_means_the_bits_that_transformers_says(dtype: torch.dtype) -> None:
+    blocks = torch.arange(256, dtype=torch.uint8).repeat(2 * 255).view(2, 255, 16, 16)
+    scales = torch.arange(255, dtype=torch.uint8).repeat_interleave(16).repeat(2).view(2, 255, 16)  # 255 is no number
+    floats = Floats4(blocks, scales)
+    expected = convert_moe_packed_tensors(blocks, scales, dtype=dtype)
+    everything = slice(None)
+    for expert in (0, 1):
+        found = floats[expert, everything, everything].to(dtype)
+        assert torch.equal(found, expected[expert])
+        assert torch.equal(found.signbit(), expected[expert].signbit())
+    assert torch.equal(floats[1, slice(32, 64), slice(1, 3)].to(dtype), expected[1, 32:64, 1:3])
+
+
 def test_fp8_becomes_int8_if_asked(tmp_path: Path) -> None:
     save_random(tmp_path / "model")
     quantised, means = save_quantised(tmp_path / "model", tmp_path, *CHECKPOINTS["fp8 blocks"])
@@ -231,7 +246,7 @@ def test_fp8_says_what_memory_it_takes(tmp_path: Path, caplog: pytest.LogCapture
     quantised, _ = save_quantised(tmp_path / "model", tmp_path, *CHECKPOINTS["fp8 blocks"])
     with LLM(str(quantised), **OPTIONS):
         pass
-    assert "FP8 weights become float32 while they are read, and take" in caplog.text
+    assert "weights of 8 bits (fp8) become float32 while they are read, and take" in caplog.text
 
 
 def test_layers_that_are_not_quantised_stay_as_they_are(tmp_path: Path) -> None:

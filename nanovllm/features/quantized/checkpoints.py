@@ -9,7 +9,7 @@ from torch import Tensor
 
 from nanovllm.features.quantized.codes import Codes
 from nanovllm.features.quantized.formats import MADE_AT_LOAD, Format, RawTensors
-from nanovllm.features.quantized.unpack import AWQ_ORDER, ScaledFloats, make_codes, unpack_words
+from nanovllm.features.quantized.unpack import AWQ_ORDER, Floats4, ScaledFloats, make_codes, unpack_words
 from nanovllm.models.settings_files import SETTINGS_FILE
 from nanovllm.utils.checks import as_integer, quote
 from nanovllm.utils.integers import ceil_div
@@ -174,6 +174,30 @@ class ScaledFloat8(Format):
         return ceil_div(out, rows or out), ceil_div(size, columns or size)
 
 
+@dataclass(frozen=True)
+class Mxfp4(Format):
+    """The experts of gpt-oss: floats of 4 bits, and a power of two for 32 of them. The weights are kept with 16 bits.
+
+    Without the format, transformers would store the matrix [in, out] of each expert. The floats lie output by output.
+    """
+
+    suffixes: ClassVar[tuple[str, ...]] = ("blocks", "scales")
+    joint: ClassVar[str] = "_"
+    stored_bits: ClassVar[int] = 4
+
+    def find_tensors(self, prefix: str, names: Collection[str], *shape: int) -> RawTensors:
+        if len(shape) != 3 or f"{prefix}_blocks" not in names:
+            return {}
+        num_experts, size, out = shape
+        if size % 32:
+            raise ValueError(f"{prefix}: MXFP4 has a scale for 32 inputs, and {size} is not a multiple of 32")
+        rows = (num_experts, out, size // 32)
+        return {"blocks": ((*rows, 16), ("U8",)), "scales": (rows, ("U8",))}
+
+    def convert(self, tensors: Mapping[str, Tensor], out: int, size: int) -> Floats4:
+        return Floats4(tensors["blocks"], tensors["scales"])
+
+
 def find_format(asked: str | None, hf_config: "PretrainedConfig") -> Format | None:
     """Return the format of a model's weights; None if they are not quantised.
 
@@ -203,7 +227,7 @@ def find_format(asked: str | None, hf_config: "PretrainedConfig") -> Format | No
         raise ValueError(f"{where}: {error}") from None
     if asked in (None, method, format.name):
         return format
-    if asked in MADE_AT_LOAD and isinstance(format, ScaledFloat8):
+    if asked in MADE_AT_LOAD and format.bits == 16:
         rounds_inputs = MADE_AT_LOAD[asked].rounds_inputs
         return replace(format, name=asked, bits=8, quantizes_head=True, rounds_inputs=rounds_inputs)
     raise ValueError(
@@ -230,7 +254,7 @@ def describe_format(format: Format, dtype: str) -> str:
         dtype: the dtype of what is not quantised.
     """
     if format.bits == 16:
-        return f"{dtype}, from {format.name} with 8 bits"
+        return f"{dtype}, from {format.name} with {format.stored_bits} bits"
     if format.quantizes_head:
         return format.name
     groups = "rows" if format.group_size is None else f"groups of {format.group_size}"
@@ -294,6 +318,10 @@ def _read_modelopt(data: Config) -> Format:
     return ScaledFloat8("fp8", bits=16)
 
 
+def _read_mxfp4(_: Config) -> Format:
+    return Mxfp4("mxfp4", bits=16)  # the tensors' names say which matrices are quantised
+
+
 def _read_block(block: Any) -> tuple[int, int]:
     """Return the rows and columns that share a scale; (0, 0) if all do."""
     if block is None:
@@ -341,5 +369,6 @@ _READERS: Mapping[Any, Callable[[Config], Format]] = {
     "compressed-tensors": _read_compressed,
     "fp8": _read_fp8,
     "modelopt": _read_modelopt,
+    "mxfp4": _read_mxfp4,
 }
 """By quant_method."""

@@ -12,7 +12,7 @@ from nanovllm.ops.kv_codes import divide_by_scales
 from nanovllm.utils.integers import ceil_div
 
 if TYPE_CHECKING:
-    from nanovllm.features.quantized.unpack import ScaledFloats
+    from nanovllm.features.quantized.unpack import Floats4, ScaledFloats
 
 
 RawTensors = dict[str, tuple[tuple[int, ...], tuple[str, ...]]]
@@ -41,22 +41,27 @@ class Format:
 
     suffixes: ClassVar[tuple[str, ...]] = ()
     """Suffixes of names of which each shows that a matrix of the checkpoint is quantised."""
+    joint: ClassVar[str] = "."
+    """The characters between a matrix's name and a suffix."""
+    stored_bits: ClassVar[int] = 8
+    """The bits of a weight in the checkpoint, of a format whose weights are dequantised while they are read."""
 
-    def find_tensors(self, prefix: str, names: Collection[str], out: int, size: int) -> RawTensors:
+    def find_tensors(self, prefix: str, names: Collection[str], *shape: int) -> RawTensors:
         """Return the tensors that make the matrix [out, size] called `prefix`; {} if it is not quantised.
 
         Args:
             names: the names of all tensors of the checkpoint.
+            shape: the shape that the checkpoint's tensor would have if it were not quantised.
         """
-        if not any(f"{prefix}.{suffix}" in names for suffix in self.suffixes):
+        if len(shape) != 2 or not any(f"{prefix}.{suffix}" in names for suffix in self.suffixes):
             return {}
-        return self.list_tensors(prefix, names, out, size)
+        return self.list_tensors(prefix, names, *shape)
 
     def list_tensors(self, prefix: str, names: Collection[str], out: int, size: int) -> RawTensors:
         """Return the tensors that make a quantised matrix."""
         raise NotImplementedError
 
-    def convert(self, tensors: Mapping[str, Tensor], out: int, size: int) -> "Codes | ScaledFloats":
+    def convert(self, tensors: Mapping[str, Tensor], out: int, size: int) -> "Codes | ScaledFloats | Floats4":
         """Convert the tensors of one matrix, in the shapes of `list_tensors`. ValueError if they contradict them.
 
         Returns:

@@ -81,9 +81,9 @@ class ModelQuantizer:
             num_bytes = self.count_bytes(model, itemsize)
             int8_bytes = count_bytes(model, INT8, itemsize)
             logger.warning(
-                "the checkpoint's FP8 weights become %s while they are read, and take %.2f GiB in all; "
+                "the checkpoint's weights of %d bits (%s) become %s while they are read, and take %.2f GiB in all; "
                 'quantization="int8" takes %.2f GiB',
-                *(dtype, num_bytes / 2**30, int8_bytes / 2**30),
+                *(self.format.stored_bits, self.format.name, dtype, num_bytes / 2**30, int8_bytes / 2**30),
             )
             return
         if self.format.rounds_inputs and any(weight.dim() > 2 for weight in self.list_matrices(model)):
@@ -202,7 +202,7 @@ class Filling:
         """
         for path, name, target in find_module_targets(self._model, names):
             inner = target
-            if path in self._modules and target.view.dim() > 1:
+            if self._find_matrix(path, target.view) is not None:
                 place = (target.view, target.shape, target.slices)
                 inner = RoundedTarget(*place, filling=self, path=path, attaches=attaches)
             tensors = self._find_tensors(name, target, names)
@@ -210,10 +210,11 @@ class Filling:
                 yield path, name, inner
                 continue
             prefix = name.removesuffix(".weight")
+            joint = self.format.joint
             make_raw = partial(RawTarget, filling=self, prefix=prefix, matrix=inner, come={}, num_tensors=len(tensors))
             view = target.view
             for suffix, (shape, dtypes) in tensors.items():
-                yield path, f"{prefix}.{suffix}", make_raw(view, shape, (), dtypes=dtypes, suffix=suffix)
+                yield path, f"{prefix}{joint}{suffix}", make_raw(view, shape, (), dtypes=dtypes, suffix=suffix)
                 view = view[:0]  # together they cover the matrix once
 
     def allocate_others(self, names: Collection[str]) -> None:
@@ -226,7 +227,7 @@ class Filling:
             return  # all matrices are quantised
         quantized: dict[str, dict[str, bool]] = {path: {} for path in self._modules}
         for path, name, target in find_module_targets(self._model, names):
-            if path in self._modules and target.view.dim() > 1:
+            if self._find_matrix(path, target.view) is not None:
                 quantized[path][name] = bool(self._find_tensors(name, target, names))
         for path, found in quantized.items():
             if len(set(found.values())) > 1:
@@ -243,9 +244,14 @@ class Filling:
                 self._model.backend.prepare_weights(module.parameters(recurse=False))
 
     def _find_tensors(self, name: str, target: WeightTarget, names: Collection[str]) -> RawTensors:
-        if not name.endswith(".weight") or target.view.dim() != 2 or len(target.shape) != 2:
-            return {}  # a convolution's weights are a matrix here, but not in the checkpoint
+        # The checkpoint's shape counts: a convolution's weights are a matrix here, and not there.
         return self.format.find_tensors(name.removesuffix(".weight"), names, *target.shape)
+
+    def _find_matrix(self, path: str, view: Tensor) -> nn.Parameter | None:
+        """Return the matrix that becomes codes, and of which `view` is a part; None for a part of a bias, say."""
+        module = self._modules.get(path)
+        matrices = () if module is None else module.list_matrices()
+        return next((weight for weight in matrices if view is weight or view._base is weight), None)
 
     def is_quantized(self, path: str) -> bool:
         """Return whether the matrices of the module at `path` become codes."""
@@ -258,8 +264,8 @@ class Filling:
 
     def put(self, path: str, view: Tensor, part: Codes) -> None:
         """Take the codes for a view of a parameter: for rows of it, or of one expert's matrix, or of every expert's."""
-        weights = self._modules[path].list_matrices()
-        parameter = next(weight for weight in weights if view is weight or view._base is weight)
+        parameter = self._find_matrix(path, view)
+        assert parameter is not None
         self._parts.setdefault(id(parameter), {})[int(view.storage_offset())] = part
 
     def attach_if_complete(self, path: str) -> None:
@@ -301,7 +307,8 @@ class Filling:
 class RoundedTarget(WeightTarget):
     """A place for codes, which are made of a tensor of 16 or 32 bits by rounding, or come as codes.
 
-    The scale is that of the whole row, also where ranks share it. So whole rows are read.
+    The scale is that of the whole row, also where ranks share it. So whole rows are read, of one expert at a time. A
+    view of experts may be transposed: then the checkpoint has [in, out] of each expert.
     """
 
     filling: Filling
@@ -309,15 +316,26 @@ class RoundedTarget(WeightTarget):
     attaches: bool
 
     def fill(self, source: Any, copy: Copy) -> None:
-        *experts, rows, columns = self.slices
+        *_, rows, columns = self.slices
         assert isinstance(rows, slice) and isinstance(columns, slice)
         if isinstance(source, Codes):
-            part = source.take_rows(rows)
+            self.filling.put(self.path, self.view, source.take_rows(rows).take_columns(columns))
         else:
-            part = quantize_int8(source[(*experts, rows, slice(None))].to(self.filling.device))
-        self.filling.put(self.path, self.view, part.take_columns(columns))
+            matrices: dict[tuple[int, ...], Tensor] = {(): self.view}
+            if self.view.dim() > 2:
+                matrices = {(i,): self.view[i] for i in range(len(self.view))}
+            for expert, view in matrices.items():
+                if view.stride(-1) == 1:
+                    self._round(view, source[(*expert, rows, slice(None))], columns)
+                else:
+                    self._round(view.T, source[(*expert, slice(None), columns)].T, rows)
         if self.attaches:
             self.filling.attach_if_complete(self.path)
+
+    def _round(self, view: Tensor, values: Tensor, columns: slice) -> None:
+        """Take the codes for a view [out, in]. `values` are its whole rows, of which `columns` belong here."""
+        codes = quantize_int8(values.to(self.filling.device))
+        self.filling.put(self.path, view, codes.take_columns(columns))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -345,7 +363,7 @@ class RawTarget(WeightTarget):
         if len(self.come) < self.num_tensors:
             return
         try:
-            weights: Any = self.filling.format.convert(self.come, *self.matrix.shape)
+            weights: Any = self.filling.format.convert(self.come, *self.matrix.shape[-2:])
             self.come.clear()
             if isinstance(weights, Codes) and not isinstance(self.matrix, RoundedTarget):
                 weights = weights.dequantize()  # of a router, which is not quantised here, however it was stored

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from nanovllm.features.quantized.codes import Codes, pack_int4
+from nanovllm.features.quantized.codes import Codes, pack_int4, unpack_int4
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """AWQ's order of outputs within a word: bits 4i to 4i + 3 of word j hold output 8j + AWQ_ORDER[i]."""
@@ -62,6 +62,37 @@ def find_order(g_idx: Tensor, group_size: int) -> Tensor | None:
     if not torch.equal(sorted_groups, expected):
         raise ValueError(f"g_idx has groups of other sizes than {group_size}, which is not supported")
     return None if torch.equal(g_idx.long(), expected) else order
+
+
+FLOATS4 = torch.tensor((0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0))
+"""The sixteen numbers of four bits: a sign, two bits of exponent, one of mantissa (e2m1)."""
+PAIRS = FLOATS4[unpack_int4(torch.arange(256, dtype=torch.uint8)[:, None]).long()].view(torch.int64).flatten()
+"""int64 [256]: for each byte its two numbers as float32, the low half first. Whole words are looked up fastest."""
+POWERS = torch.ldexp(torch.ones(256), torch.arange(256) - 127)
+"""float32 [256]: the power of two that a byte of scales means."""
+
+
+class Floats4:
+    """MXFP4 matrices of experts, [num_experts, in, out]. An expert is dequantised when it is asked for."""
+
+    def __init__(self, blocks: Tensor, scales: Tensor) -> None:
+        """
+        Args:
+            blocks: uint8 [num_experts, out, in / 32, 16], two numbers in each byte.
+            scales: uint8 [num_experts, out, in / 32], exponents of two plus 127, one for 32 numbers.
+        """
+        self._blocks = blocks
+        self._scales = scales
+
+    def __getitem__(self, slices: tuple[int, slice, slice]) -> Tensor:
+        """Return some inputs and outputs of one expert, float32 [in, out]. They lie output by output in memory."""
+        expert, inputs, outputs = slices
+        blocks = self._blocks[expert, outputs]
+        scales = self._scales[expert, outputs]
+        numbers = PAIRS.to(blocks.device).index_select(0, blocks.flatten().int()).view(torch.float32)
+        powers = POWERS.to(scales.device).index_select(0, scales.flatten().int())
+        numbers.view(-1, 32).mul_(powers[:, None])
+        return numbers.view(len(blocks), -1).T[inputs]
 
 
 class ScaledFloats:

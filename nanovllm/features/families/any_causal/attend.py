@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -48,8 +49,8 @@ class Step:
     inputs: dict[tuple[int, ...], StepInputs] = field(default_factory=dict)
     caches: list[LayerCache] = field(default_factory=list)
     origin: Tensor = field(default_factory=lambda: torch.empty(0))
-    angles: dict[int, Tensor] = field(default_factory=dict)
-    """{head_dim: float32 [1, head_dim], the cosine and the sine of 0}."""
+    norms: dict[int, NormRope] = field(default_factory=dict)
+    """{head_dim: no norms, and a table of one row, with the cosine and the sine of 0}."""
 
 
 class AttentionLayer:
@@ -86,7 +87,7 @@ class AttentionLayer:
         self.backend = Backend()
         self.step = Step()
 
-    @property
+    @cached_property
     def stored_dim(self) -> int:
         """The elements of a head in the cache: as many as the backend has kernels for."""
         known = self.backend.head_dims
@@ -94,7 +95,7 @@ class AttentionLayer:
             return self.dim + self.dim % 2
         return min(dim for dim in known if dim >= self.dim)
 
-    @property
+    @cached_property
     def form(self) -> tuple[int, ...]:
         return self.num_heads, self.kv_heads, self.stored_dim
 
@@ -112,11 +113,11 @@ class AttentionLayer:
         assert isinstance(cache, KVCache)
         dim = cache.keys.shape[3]
         inputs = step.inputs[self.form]
-        q = pad(q, dim).transpose(0, 1).contiguous()
         if self.source == self.number:
-            qkv = torch.cat((q, pad(k, dim).transpose(0, 1), pad(v, dim).transpose(0, 1)), 1).flatten(1)
-            norms = NormRope(None, None, 0.0, step.angles[dim])
-            q = self.backend.norm_rope_store(qkv, norms, step.origin, cache, inputs.slots)
+            qkv = torch.cat((pad(q, dim), pad(k, dim), pad(v, dim))).transpose(0, 1).flatten(1)
+            q = self.backend.norm_rope_store(qkv, step.norms[dim], step.origin, cache, inputs.slots)
+        else:
+            q = pad(q, dim).transpose(0, 1).contiguous()
         variant = self.variant
         if variant is not None and sinks is not None:
             variant = variant._replace(sinks=sinks.float())
@@ -163,6 +164,9 @@ class Mask:
     refusal: str = ""
     ndim = 4
     shape = (1, 1, 2, 2)
+
+    def __radd__(self, scores: Tensor) -> Tensor:
+        raise ValueError("its layers compute attention themselves, and do not call transformers' attention function")
 
     def __getitem__(self, part: tuple[slice, ...]) -> "Mask":
         """Return the mask, of which a model may take everything."""

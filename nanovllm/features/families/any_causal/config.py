@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import replace
 from importlib import import_module
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.config import EngineConfig, ResolvedConfig
@@ -18,11 +19,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PRIVATE = (
-    ("transformers.core_model_loading", "revert_weight_conversion"),
-    ("transformers.initialization", "no_init_weights"),
-    ("transformers.masking_utils", "find_packed_sequence_indices"),
+    "transformers.core_model_loading.revert_weight_conversion",
+    "transformers.initialization.no_init_weights",
+    "transformers.masking_utils.find_packed_sequence_indices",
 )
-"""(module, name) of what is used of transformers, and is not public. All of it is used at load."""
+"""The names of what is used of transformers, and is not public. All of it is used at load."""
 
 UNREAD = "unread."
 """Stands before the names of tensors that are not read: those for pictures and sound, for example."""
@@ -38,17 +39,30 @@ def find_class(config: "PretrainedConfig") -> Any:
 def make_config(data: dict[str, Any], source: str) -> "PretrainedConfig":
     """Make the configuration that data, the content of config.json, describes. `Family.check` of other families checks.
 
+    Args:
+        data: "model_impl" in it is the option of this name.
+
     Raises:
-        ValueError: transformers has no such causal model, or runs it only with code that is not transformers'.
+        ValueError: transformers has no such causal model, or model_impl asks for this engine's code.
     """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    for module, name in PRIVATE:
-        if not hasattr(import_module(module), name):
-            version = import_module("transformers").__version__
-            raise ValueError(f"{source}: transformers {version} has no {module}.{name}; 5.24, which was tested, has it")
+    from nanovllm.models.model_config import FAMILIES
+
     architectures = data.get("architectures") or []
     named = ", ".join(map(quote, architectures)) or "no architecture"
+    supported = f"{source} names {named}; supported are: {', '.join(FAMILIES)}"
+    if data["model_impl"] == "nanovllm":
+        raise ValueError(f'{supported}; model_impl="auto" also runs causal models by transformers\' code')
+    for name in PRIVATE:
+        try:
+            resolve_name(name)
+        except (ImportError, AttributeError) as error:
+            version = import_module("transformers").__version__
+            raise ValueError(
+                f"{source}: transformers {version} has no {name}, which loading this model needs: install one of the "
+                "versions 5.8 to 5.24, which were tested in part"
+            ) from error
     kind = data.get("model_type")
     config: Any = None
     if isinstance(kind, str) and kind in CONFIG_MAPPING:
@@ -60,20 +74,11 @@ def make_config(data: dict[str, Any], source: str) -> "PretrainedConfig":
             raise ValueError(f"{source} is not a valid configuration of {quote(kind)}: {told}") from error
     model_class = None if config is None else find_class(config)
     if model_class is None or not names_causal_model(architectures, model_class.__name__):
-        from nanovllm.models.model_config import FAMILIES
-
-        raise ValueError(
-            f"{source} names {named}; supported are: {', '.join(FAMILIES)}, and what transformers has in its table of "
-            "causal models"
-        )
-    if data.get("quantization_config"):
-        raise ValueError(
-            f"{source}: the checkpoint is quantised, and {named} runs through transformers' code, which this engine "
-            'reads with 16 or 32 bits only: take such a checkpoint; quantization="int8" quantises it while it is read'
-        )
+        raise ValueError(f"{supported}, and what transformers has in its table of causal models")
     if hasattr(config, "per_layer_config"):
         config.allow_global_per_layer_attribute_access = True
     config.model_impl = "transformers"
+    config.is_headless = bool(re.search("(?<!LMHead)Model$", architectures[0]))
     made: PretrainedConfig = config
     return made
 
@@ -130,11 +135,6 @@ def resolve_any(
         raise ValueError(
             f"the angles of {name} (longrope) change beyond {model.most_positions} tokens, also for the shorter "
             f"sequences of a step: max_model_len is {config.max_model_len}; set it to at most {model.most_positions}"
-        )
-    if quantizer is not None and model.keeps_transposed:
-        raise ValueError(
-            f"quantization is {quote(config.quantization)}, and {name} stores its experts transposed, which int8 does "
-            "not read: leave it out"
         )
     logger.warning("%s runs through transformers' code: %d of %d modules are ours", name, *model.count_modules())
     return config

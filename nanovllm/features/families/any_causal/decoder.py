@@ -10,10 +10,11 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from types import MethodType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.overrides import TorchFunctionMode
 
 from nanovllm.backends import Backend, LayerCache
 from nanovllm.config import ResolvedConfig
@@ -23,6 +24,7 @@ from nanovllm.models.layers.embedding import LMHead
 from nanovllm.models.layers.linear import MatrixModule
 from nanovllm.models.layers.parallel import Parallel
 from nanovllm.models.layers.weights import ShardedLayer, WeightTarget, make_whole_target
+from nanovllm.ops.norm_rope_store import NormRope
 from nanovllm.ops.step_inputs import StepInputs
 from nanovllm.utils.machine import default_dtype
 
@@ -34,20 +36,46 @@ IGNORED = r"\.rotary_emb\.inv_freq$"
 """The form of names of tensors that old checkpoints have, and that config.json says as well."""
 
 
+META = "meta tensor"
+"""Words of torch's errors for a tensor without values whose values are read."""
+
+
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
     """Within, parameters are made without memory, and buffers (angles, factors) with their values."""
     from transformers.initialization import no_init_weights
 
-    original = nn.Module.register_parameter
+    def move(module: nn.Module, name: str, value: nn.Parameter | None) -> nn.Parameter | None:
+        if value is None or value.is_meta:  # a parameter that is tied stays the same one
+            return value
+        return nn.Parameter(value.to("meta"), requires_grad=False)
 
-    def register_parameter(module: nn.Module, name: str, value: nn.Parameter | None) -> None:
-        if value is not None and not value.is_meta:
-            value = nn.Parameter(value.to("meta"), requires_grad=False)
-        original(module, name, value)
+    hook = register_module_parameter_registration_hook(move)  # type: ignore[arg-type]  # torch's type is wrong
+    try:
+        with no_init_weights(), torch.device("cpu"):
+            yield
+    finally:
+        hook.remove()
 
-    with patch.object(nn.Module, "register_parameter", register_parameter), no_init_weights(), torch.device("cpu"):
+
+@contextmanager
+def ignoring_packed_sequences() -> Iterator[None]:
+    """Within, transformers does not look for packed sequences, for which it would read the positions."""
+    from transformers import masking_utils
+
+    original = masking_utils.find_packed_sequence_indices
+    masking_utils.find_packed_sequence_indices = lambda _: None
+    try:
         yield
+    finally:
+        masking_utils.find_packed_sequence_indices = original
+
+
+class KeepViews(TorchFunctionMode):
+    """Within, `contiguous` copies nothing, so that a view of a tensor stays one."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return args[0] if function is Tensor.contiguous else function(*args, **(kwargs or {}))
 
 
 class BodyOutput(tuple[Tensor]):
@@ -71,6 +99,12 @@ class Stub(nn.Module):
         return BodyOutput((self.hidden,))
 
 
+class MetaBackend(Backend):
+    """The backend of a model that only shapes run through. Norms are most of a model's calls, so they skip the work."""
+
+    rms_norm = staticmethod(lambda x, weight, eps: torch.empty_like(x))
+
+
 class Layers(list[SimpleNamespace]):
     """The layers, as the engine asks about them: `self_attn` and `mlp` of each."""
 
@@ -78,6 +112,25 @@ class Layers(list[SimpleNamespace]):
 
     def modules(self) -> Iterator[nn.Module]:
         return self.body.modules()
+
+
+last_built: dict[tuple[str, torch.dtype], "AnyDecoder"] = {}
+"""The model that was built last, on the meta device: {(its configuration as JSON, the default dtype): the model}."""
+
+
+def make_decoder(config: "PretrainedConfig", backend: Backend, parallel: Parallel, max_model_len: int) -> "AnyDecoder":
+    """Return a model on the meta device.
+
+    To build one takes a second, and an engine needs three: its options, its memory and its weights. Each gets a copy of
+    the first.
+    """
+    key = (config.to_json_string(use_diff=False), torch.get_default_dtype())
+    if key not in last_built:
+        built = AnyDecoder(config)
+        last_built.clear()
+        last_built[key] = built
+    built = last_built[key]
+    return copy.deepcopy(built, {id(built.backend): backend})  # the memo says what is not copied
 
 
 class AnyDecoder(nn.Module):
@@ -89,23 +142,17 @@ class AnyDecoder(nn.Module):
         tied: whether the LM head is the embedding.
         elsewhere: names of tensors in a checkpoint that transformers does not read either.
         most_positions: the most positions that its angles are made for, if they would change beyond; else None.
-        keeps_transposed: whether experts are stored as [in, out] in checkpoints.
     """
 
     cos_sin: Tensor
     elsewhere: tuple[str, ...] = ()
 
-    def __init__(self, config: "PretrainedConfig", backend: Backend, parallel: Parallel, max_model_len: int) -> None:
+    def __init__(self, config: "PretrainedConfig") -> None:
         super().__init__()
         from transformers import AutoModelForCausalLM
 
-        if parallel.size > 1:
-            raise ValueError(
-                f"tensor_parallel_size is {parallel.size}, and models that run through transformers' code have one "
-                "rank: set it to 1; data_parallel_size makes replicas"
-            )
         register()
-        self.backend = backend
+        self.backend: Backend = MetaBackend("meta")
         self.most_positions: int | None = None
         config = copy.deepcopy(config)
         config._experts_implementation = "batched_mm"  # theirs, for mixtures that are not ours: it reads no values
@@ -115,19 +162,21 @@ class AnyDecoder(nn.Module):
                 self.hf.tie_weights()
         except Exception as error:  # whatever their code raises for values that contradict each other
             raise ValueError(f"transformers cannot make a model of {type(config).__name__}: {error}") from error
-        refuse_states(self.hf)
         patterns = [IGNORED, *(self.hf._keys_to_ignore_on_load_unexpected or ())]
         self._ignored = re.compile("|".join(patterns))
-        self._prepare_buffers()
-        self._fix_angles()
-        self._take_body()
-        with torch.device("meta"):
-            self._swap_ends()
-            swap = Swap(backend)
-            swap.swap_children(self.body)
-        self.keeps_transposed = swap.keeps_transposed
         self.step = Step()
-        self.layers = self._run_dry(int(config.num_hidden_layers))
+        try:
+            refuse_states(self.hf)
+            self._prepare_buffers()
+            self._fix_angles()
+            self._take_body()
+            with torch.device("meta"):
+                self._swap_ends()
+                Swap(self.backend).swap_children(self.body)
+            self.layers = self._run_dry(int(config.num_hidden_layers))
+        except ValueError as error:
+            name = type(self.hf).__name__
+            raise ValueError(f"{name} cannot run through transformers' code: {error}") from error
         self.cos_sin = torch.empty(0, device="cpu")
 
     # ---- building
@@ -194,31 +243,21 @@ class AnyDecoder(nn.Module):
         ids = torch.zeros(1, 2, dtype=torch.int64, device="meta")
         positions = torch.arange(2, device="meta")[None]
         buffers = [(m, name, value) for m in self.modules() for name, value in m._buffers.items() if value is not None]
-        ours: list[Any] = [m for m in self.body.modules() if isinstance(getattr(m, "backend", None), Backend)]
         for module, name, value in buffers:
             module._buffers[name] = value.to("meta")
-        for module in ours:
-            module.backend = Backend("meta")
         self.choose_attention(DRY_RUN)
-        # transformers reads the positions, to find packed sequences.
-        unpacked = patch("transformers.masking_utils.find_packed_sequence_indices", lambda _: None)
         try:
-            with torch.no_grad(), torch.device("meta"), unpacked, recording() as calls:
+            with torch.no_grad(), torch.device("meta"), ignoring_packed_sequences(), recording() as calls:
                 self.body(input_ids=ids, position_ids=positions, use_cache=False)
         except Exception as error:  # whatever their code raises for tensors without values
-            told = str(error).strip().splitlines() or [type(error).__name__]
-            raise ValueError(f"{type(self.hf).__name__} cannot run through transformers' code: {told[0]}") from error
+            told = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise ValueError("its code reads the device while it computes" if META in told else told) from error
         finally:
             for module, name, value in buffers:
                 module._buffers[name] = value
-            for module in ours:
-                module.backend = self.backend
             self.choose_own_attention()
         if len(calls) != num_layers:
-            raise ValueError(
-                f"{type(self.hf).__name__} cannot run through transformers' code: {len(calls)} of {num_layers} layers "
-                "call transformers' attention function"
-            )
+            raise ValueError(f"{len(calls)} of {num_layers} layers call transformers' attention function")
         for layer in calls:
             layer.backend = self.backend
             layer.step = self.step
@@ -244,7 +283,7 @@ class AnyDecoder(nn.Module):
 
     def count_modules(self) -> tuple[int, int]:
         """Return how many of the modules that compute are ours, and how many there are."""
-        leaves = list(list_leaves(self))
+        leaves = list_leaves(self)
         return sum(isinstance(module, ShardedLayer) for module in leaves), len(leaves) - 1  # without the stub
 
     # ---- what the engine asks of a decoder
@@ -263,28 +302,32 @@ class AnyDecoder(nn.Module):
             for name, value in module._buffers.items():
                 module._buffers[name] = None if value is None else value.to(device)
         self.cos_sin = self.cos_sin.to(device)  # only its device is read
-        for dim in {layer.self_attn.stored_dim for layer in self.layers}:
+        layers = [layer.self_attn for layer in self.layers]
+        self._forms: dict[tuple[int, ...], Any] = {}
+        for layer in layers:
+            self._forms.setdefault(layer.form, layer)
+        for dim in {layer.stored_dim for layer in layers}:
             half = torch.ones(1, dim // 2, device=device)
-            self.step.angles[dim] = torch.cat((half, torch.zeros_like(half)), 1)
+            self.step.norms[dim] = NormRope(None, None, 0.0, torch.cat((half, torch.zeros_like(half)), 1))
 
     def prove(self, config: ResolvedConfig) -> None:
         """Compare the loaded model with transformers' own attention, if its architecture is none that tests run."""
         from nanovllm.features.families.any_causal.proof import TESTED, prove
 
         if type(self.hf).__name__ not in TESTED:
-            prove(self, config)
+            with self.backend.on_device(), torch.inference_mode(), self.backend.with_threads():
+                prove(self, config)
 
     def forward(self, inputs: StepInputs, caches: list[LayerCache]) -> Tensor:
         """Compute the hidden states of all tokens, [num_tokens, hidden], after the last norm."""
         step = self.step
         step.caches = caches
         step.origin = torch.zeros_like(inputs.positions)
-        for layer in (layer.self_attn for layer in self.layers):
-            if layer.form not in step.inputs:
-                cache: Any = caches[layer.source]
-                is_first = not step.inputs  # the runner has prepared the inputs for the first layer
-                prepare = self.backend.prepare_attention
-                step.inputs[layer.form] = inputs if is_first else prepare(inputs, cache, layer.num_heads)
+        for form, layer in self._forms.items():
+            cache: Any = caches[layer.source]
+            is_first = not step.inputs  # the runner has prepared the inputs for the first layer
+            prepare = self.backend.prepare_attention
+            step.inputs[form] = inputs if is_first else prepare(inputs, cache, layer.num_heads)
         try:
             ids = inputs.token_ids[None].long()
             output = self.body(input_ids=ids, position_ids=inputs.positions[None].long(), use_cache=False)
@@ -320,7 +363,7 @@ class AnyDecoder(nn.Module):
             for name, (_, target) in own.items()
         }
         owners = {stand_in.untyped_storage()._cdata: name for name, stand_in in stand_ins.items()}
-        with torch.no_grad(), patch.object(Tensor, "contiguous", lambda tensor: tensor):  # so that views stay views
+        with torch.no_grad(), KeepViews():
             reverted = revert_weight_conversion(self.hf, dict(stand_ins))
         self.elsewhere = tuple(name for name in names if name not in reverted and self._ignored.search(name))
         for name, part in reverted.items():
@@ -356,8 +399,7 @@ def find_path(model: nn.Module, module: nn.Module) -> str:
     """Return the path of a module in a model; ValueError if it is not there."""
     path = next((path for path, other in model.named_modules() if other is module), "")
     if not path:
-        what = type(module).__name__
-        raise ValueError(f"{type(model).__name__} cannot run through transformers' code: its {what} is no part of it")
+        raise ValueError(f"its {type(module).__name__} is no part of it")
     return path
 
 
@@ -365,7 +407,4 @@ def refuse_states(model: nn.Module) -> None:
     """Raise a ValueError if a module keeps a state from token to token. It may lie beside attention, in one layer."""
     for name, module in model.named_modules():
         if isinstance(module, nn.Conv1d) or hasattr(module, "A_log"):
-            raise ValueError(
-                f"{type(model).__name__} cannot run through transformers' code: {name} keeps a state from token to "
-                "token, for which this engine has no place there"
-            )
+            raise ValueError(f"{name} keeps a state from token to token, for which this engine has no place there")

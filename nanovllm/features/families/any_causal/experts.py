@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Collection
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -49,10 +50,15 @@ class GroupedExperts(Experts):
             self.gate_up_proj_bias = nn.Parameter(torch.empty(num_experts, two_sizes), requires_grad=False)
             self.down_proj_bias = nn.Parameter(torch.empty(num_experts, hidden), requires_grad=False)
         self.k = 1
-        self.operators = backend.find_operators(ExpertOperators, "experts")
+        self.backend = backend
         theirs = copy.copy(like)
         theirs._parameters = {}
         self._apply_gate: Callable[[Tensor], Tensor] = theirs._apply_gate
+
+    @cached_property
+    def operators(self) -> ExpertOperators:
+        """The backend's products of experts. The model is copied for another backend before they are asked for."""
+        return self.backend.find_operators(ExpertOperators, "experts")
 
     def forward(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         """x [num_tokens, hidden]; the experts that the router has chosen, and their weights, [num_tokens, k]."""
