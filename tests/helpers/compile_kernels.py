@@ -41,6 +41,7 @@ from nanovllm.backends.gpu import (
     paged_prefill,
     quantized_linear,
     rms_norm,
+    rounded_linear,
     route,
     sample,
     sample_filter,
@@ -250,6 +251,14 @@ def quantized_launches(
             tile = quantized_linear.tile_config(num_tokens, quantized_linear.GROUPED_TILES, itemsize)
             experts = {"GATHER": num_tokens != 512, "EXPERTS": 128}
             yield quantized_linear._grouped_quantized_kernel, config | experts | tile, types
+    codes = dict.fromkeys(("x_ptr", "codes_ptr"), "*i8") | {"x_scales_ptr": "*fp32"}
+    yield rounded_linear._round_inputs_kernel, rounded_linear.round_config(), {"codes_ptr": "*i8"}
+    for tile in (rounded_linear.SMALL_TILE, rounded_linear.TILE, rounded_linear.LARGE_TILE):
+        config = {"HAS_BIAS": tile == rounded_linear.TILE, "BAND": rounded_linear.BAND}
+        yield rounded_linear._rounded_linear_kernel, config | rounded_linear.tile_config(tile), codes
+    for num_tokens in (1, 1024):
+        config = rounded_linear.grouped_config(num_tokens, 128, gather=num_tokens == 1)
+        yield rounded_linear._grouped_rounded_kernel, config, codes
 
 
 def compile_launch(launch: Launch, arch: int) -> dict[str, Any]:
@@ -257,7 +266,7 @@ def compile_launch(launch: Launch, arch: int) -> dict[str, Any]:
     config = {**dict(launch.config), "PDL": arch >= 90, "launch_pdl": arch >= 90}
     options = {
         option: config.pop(option)
-        for option in ("num_warps", "num_stages", "maxnreg", "launch_pdl")
+        for option in ("num_warps", "num_stages", "maxnreg", "launch_pdl", "enable_fp_fusion")
         if option in config
     }
     names = launch.kernel.arg_names
@@ -288,6 +297,7 @@ def compile_launch(launch: Launch, arch: int) -> dict[str, Any]:
         "narrow_loads": loads.count("16"),
         "wide_loads": len(re.findall(r"\bld\.global\S*\.v4", ptx)),
         "dependent": compiled.metadata.launch_pdl,
+        "fused": len(re.findall(r"\bfma\.", ptx)),
         "order": re.findall(r"griddepcontrol\.\w+|\b(?:ld|st|atom|red|cp)\.\S*global", ptx)[:3],
     }
     return {**result, "types": overrides, "shared": compiled.metadata.shared, **usage}

@@ -414,4 +414,16 @@ template <class P> void linear_dynamic(const void* x_, const Matrix& m, const vo
     });
 }
 
+// Computes y[r][out] = x[r][in] W_e^T for every expert e and its rows r from offsets[e] to offsets[e + 1]. `m` describes
+// the first expert's matrix, and the others follow it.
+template <class P>
+void grouped_dynamic(const void* x, const Matrix& m, const int32_t* offsets, void* y, int64_t experts) {
+    using E = typename P::element;
+    for (int64_t e = 0; e < experts; ++e) {
+        const Matrix matrix = {m.codes + e * m.panels() * m.panel_bytes(), m.scales + e * m.panels() * PANEL, m.in, m.out};
+        const int64_t first = offsets[e];
+        linear_dynamic<P>((const E*)x + first * m.in, matrix, nullptr, (E*)y + first * m.out, offsets[e + 1] - first);
+    }
+}
+
 }  // namespace
