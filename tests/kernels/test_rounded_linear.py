@@ -9,8 +9,8 @@ from helpers.quantized_cases import make_codes
 pytest.importorskip("triton")
 
 from nanovllm.backends.gpu import rounded_linear
-from nanovllm.backends.gpu.quantized import RoundedTritonExperts, RoundedTritonMatrix
-from nanovllm.backends.gpu.rounded_linear import LARGE_TILE, TILE, limit_rows, round_inputs
+from nanovllm.backends.gpu.quantized import RoundedTritonMatrix, pad_rows
+from nanovllm.backends.gpu.rounded_linear import LARGE_TILE, TILE, grouped_rounded, limit_rows, round_inputs
 from nanovllm.features.families.qwen3_moe.ops import Routing, route_reference
 from nanovllm.features.quantized import dynamic
 from nanovllm.features.quantized.codes import Codes
@@ -124,4 +124,4 @@ def test_experts_products_have_the_bits_of_the_reference(
     x = randn(num_tokens if gather else num_tokens * 2, in_size)
     count = int(routing.offsets[-1])
     expected = DynamicExperts(codes, torch.float32).multiply(x, routing, gather)
-    assert_equal(RoundedTritonExperts(codes).multiply(x, routing, gather)[:count], expected[:count])
+    assert_equal(grouped_rounded(x, pad_rows(codes), routing, gather)[:count], expected[:count])
