@@ -109,7 +109,7 @@ CODES = {"*i8": 80, "*fp8e4nv": 89}
 """A pointer to each type of codes in a cache, and the first architecture that knows it."""
 
 
-COUNTED = ("_choose_experts_kernel", "_sort_pairs_kernel")
+COUNTED = ("_choose_experts_kernel", "_sort_pairs_kernel", "_rounded_linear_kernel", "_grouped_rounded_kernel")
 """Kernels whose instructions are counted."""
 
 
@@ -297,7 +297,6 @@ def compile_launch(launch: Launch, arch: int) -> dict[str, Any]:
         "narrow_loads": loads.count("16"),
         "wide_loads": len(re.findall(r"\bld\.global\S*\.v4", ptx)),
         "dependent": compiled.metadata.launch_pdl,
-        "fused": len(re.findall(r"\bfma\.", ptx)),
         "order": re.findall(r"griddepcontrol\.\w+|\b(?:ld|st|atom|red|cp)\.\S*global", ptx)[:3],
     }
     return {**result, "types": overrides, "shared": compiled.metadata.shared, **usage}
@@ -320,6 +319,7 @@ def inspect_binary(cubin: bytes, counts: bool) -> dict[str, int]:
         code = ask("-sass") if counts else ""
     found = {name.lower(): int(re.search(rf"{name}:(\d+)", usage)[1]) for name in ("REG", "STACK")}  # type: ignore[index]
     if counts:
+        found["fused"] = code.count(" FFMA")
         found["instructions"] = len(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?!NOP)", code, re.MULTILINE))
     return found
 

@@ -9,7 +9,7 @@ from helpers.quantized_cases import make_codes
 pytest.importorskip("triton")
 
 from nanovllm.backends.gpu import rounded_linear
-from nanovllm.backends.gpu.quantized import RoundedTritonMatrix, pad_rows
+from nanovllm.backends.gpu.quantized import Operators, RoundedTritonMatrix, pad_rows
 from nanovllm.backends.gpu.rounded_linear import LARGE_TILE, TILE, grouped_rounded, limit_rows, round_inputs
 from nanovllm.features.families.qwen3_moe.ops import Routing, route_reference
 from nanovllm.features.quantized import dynamic
@@ -96,6 +96,18 @@ def test_rows_are_those_of_the_dequantised_matrix(in_size: int) -> None:
     codes = int8_codes(24, in_size)
     indices = torch.tensor([23, 1, 1, 0], device=DEVICE)
     assert torch.equal(RoundedTritonMatrix(codes, HALF).rows(indices), codes.dequantize()[indices].to(HALF))
+
+
+def test_new_codes_come_into_the_memory_of_the_old_ones() -> None:
+    """CUDA graphs read it."""
+    operators = Operators(None)
+    old, new = (operators.make_matrix(int8_codes(9, size), HALF, True) for size in (100, 100))
+    new._codes.codes.neg_()
+    x = randn(3, 100, dtype=HALF)
+    expected = new.multiply(x, None)
+    assert not torch.equal(old.multiply(x, None), expected)
+    assert operators.keep_place(old, new) is old
+    assert torch.equal(old.multiply(x, None), expected)
 
 
 def test_few_rows_of_a_wide_matrix_take_large_tiles_when_these_occupy_a_third_of_the_gpu(
