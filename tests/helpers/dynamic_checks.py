@@ -43,9 +43,9 @@ def check_dynamic_products(
 def check_dynamic_experts(
     in_features: int, out_features: int, dtype: torch.dtype, seed: int = 0, gather: bool = False
 ) -> None:
-    """Pairs of each expert have the bits of plain torch. Some experts have none, and one has many."""
+    """Pairs of each expert have the bits of plain torch. Some experts have none, and one has too many to share them."""
     generator = torch.Generator().manual_seed(seed)
-    counts = [0, 3, 1, 0, 17, 300]
+    counts = [0, 3, 1, 0, 17, 300, 0, 40, 2]
     pairs = sum(counts)
     codes = quantize_int8(torch.randn(len(counts), out_features, in_features, generator=generator))
     tokens = torch.randint(0, 9, (pairs,), generator=generator).to(torch.int32)
