@@ -45,7 +45,6 @@ class Backend:
             refused.
         default_block_size: tokens in a block of the KV cache if the user does not choose.
         captures_steps: whether steps can become CUDA graphs.
-        rounds_inputs: whether its quantised matrices can be multiplied by rounded inputs: see `Format.rounds_inputs`.
         device: the device that its tensors are on.
     """
 
@@ -59,7 +58,6 @@ class Backend:
     sampling_values: ClassVar[Collection[str]] = SamplingValues._fields
     default_block_size: ClassVar[int] = 64
     captures_steps: ClassVar[bool] = False
-    rounds_inputs: ClassVar[bool] = True
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self.device = torch.device(device)

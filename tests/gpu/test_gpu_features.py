@@ -135,9 +135,11 @@ def test_a_hybrid_says_the_same(save: Callable[[Path], object], dtype: str, tmp_
         assert llm.engine.config.use_graphs and llm.stats()["num_preemptions"] > 0
 
 
-@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize(
+    ("quantization", "dtype"), [*(("int8", dtype) for dtype in TOLERANCES), ("int8-dynamic", "float32")]
+)
 @pytest.mark.parametrize("kind", ["dense", "experts", "hybrid"])
-def test_quantised_weights_say_the_same(kind: str, dtype: str, tmp_path: Path) -> None:
+def test_quantised_weights_say_the_same(kind: str, quantization: str, dtype: str, tmp_path: Path) -> None:
     """Embedding, head, projections and experts are int8. Steps of more than 128 tokens take the largest tile."""
     if kind == "hybrid":
         save_hybrid(tmp_path)
@@ -146,7 +148,7 @@ def test_quantised_weights_say_the_same(kind: str, dtype: str, tmp_path: Path) -
         save_random(tmp_path, model_class=Qwen3MoeForCausalLM, **shape)
     else:
         save_random(tmp_path)
-    check_tokens(tmp_path, dtype, quantization="int8")
+    check_tokens(tmp_path, dtype, quantization=quantization)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
@@ -291,7 +293,7 @@ def test_stages_start_with_default_memory(random_model: Path) -> None:
     assert_same_tokens(serve(random_model, "triton", **options), expected)
 
 
-@pytest.mark.parametrize("quantization", [None, "int8"])
+@pytest.mark.parametrize("quantization", [None, "int8", "int8-dynamic"])
 def test_new_weights_are_those_of_the_next_tokens(quantization: str | None, random_model: Path, tmp_path: Path) -> None:
     """They come from the host. Graphs that were captured before do not read the old ones."""
     save_random(tmp_path, seed=3)

@@ -48,13 +48,14 @@ from nanovllm.backends.gpu.edit_logits import edit_logits
 from nanovllm.backends.gpu.gate_and_mul import silu_and_mul
 from nanovllm.backends.gpu.hybrids import Operators as TritonHybridOperators
 from nanovllm.backends.gpu.norm_rope_store import norm_rope_store
-from nanovllm.backends.gpu.quantized import TritonMatrix
+from nanovllm.backends.gpu.quantized import RoundedTritonMatrix, TritonMatrix
 from nanovllm.backends.gpu.quantized_linear import TILES
 from nanovllm.backends.gpu.rms_norm import add_rms_norm, rms_norm
 from nanovllm.backends.gpu.route import route
 from nanovllm.backends.gpu.sample import sample
 from nanovllm.features.edits.edit_logits import MaskAndPenalties, edit_logits_reference
 from nanovllm.features.families.qwen3_moe.ops import route_reference
+from nanovllm.features.quantized.torch_matrix import DynamicMatrix
 from nanovllm.ops.norm_rope_store import NormRope, norm_rope_store_reference
 from nanovllm.ops.rms_norm import add_rms_norm_reference, rms_norm_reference
 from nanovllm.ops.sample import uniform_reference
@@ -354,3 +355,24 @@ def test_products_with_codes_are_those_of_the_dequantised_matrix_eager_and_repla
     expected = x.double() @ weight.double().T
     for got in (matrix.multiply(x, None), y):
         torch.testing.assert_close(got.double(), expected, rtol=2 * eps, atol=1e-3)
+
+
+@pytest.mark.parametrize("num_rows", [1, 17, 65, 300])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rounded_products_have_the_bits_of_the_reference_eager_and_replayed(dtype: torch.dtype, num_rows: int) -> None:
+    """The 70 columns are in two tiles, and the 300 rows in three. All sums of the reference are whole numbers.
+
+    Triton 3.6 fuses operations on GPUs of compute capability 10.0 and more, though it is told not to.
+    """
+    codes = make_codes((70, 520), 8, 0, False)
+    matrix = RoundedTritonMatrix(codes, dtype)
+    x = torch.randn(num_rows, 520, device=CUDA).to(dtype)
+    graph = torch.cuda.CUDAGraph()
+    matrix.multiply(x, None)  # compiles
+    with torch.cuda.graph(graph):
+        y = matrix.multiply(x, None)
+    x.copy_(torch.randn(num_rows, 520, device=CUDA))
+    graph.replay()
+    expected = DynamicMatrix(codes, dtype).multiply(x, None)
+    for got in (matrix.multiply(x, None), y):
+        assert torch.equal(got, expected)

@@ -41,6 +41,7 @@ from nanovllm.backends.gpu import (
     paged_prefill,
     quantized_linear,
     rms_norm,
+    rounded_linear,
     route,
     sample,
     sample_filter,
@@ -108,7 +109,7 @@ CODES = {"*i8": 80, "*fp8e4nv": 89}
 """A pointer to each type of codes in a cache, and the first architecture that knows it."""
 
 
-COUNTED = ("_choose_experts_kernel", "_sort_pairs_kernel")
+COUNTED = ("_choose_experts_kernel", "_sort_pairs_kernel", "_rounded_linear_kernel", "_grouped_rounded_kernel")
 """Kernels whose instructions are counted."""
 
 
@@ -250,6 +251,14 @@ def quantized_launches(
             tile = quantized_linear.tile_config(num_tokens, quantized_linear.GROUPED_TILES, itemsize)
             experts = {"GATHER": num_tokens != 512, "EXPERTS": 128}
             yield quantized_linear._grouped_quantized_kernel, config | experts | tile, types
+    codes = dict.fromkeys(("x_ptr", "codes_ptr"), "*i8") | {"x_scales_ptr": "*fp32"}
+    yield rounded_linear._round_inputs_kernel, rounded_linear.round_config(), {"codes_ptr": "*i8"}
+    for tile in (rounded_linear.SMALL_TILE, rounded_linear.TILE, rounded_linear.LARGE_TILE):
+        config = {"HAS_BIAS": tile == rounded_linear.TILE, "BAND": rounded_linear.BAND}
+        yield rounded_linear._rounded_linear_kernel, config | rounded_linear.tile_config(tile), codes
+    for num_tokens in (1, 1024):
+        config = rounded_linear.grouped_config(num_tokens, 128, gather=num_tokens == 1)
+        yield rounded_linear._grouped_rounded_kernel, config, codes
 
 
 def compile_launch(launch: Launch, arch: int) -> dict[str, Any]:
@@ -257,7 +266,7 @@ def compile_launch(launch: Launch, arch: int) -> dict[str, Any]:
     config = {**dict(launch.config), "PDL": arch >= 90, "launch_pdl": arch >= 90}
     options = {
         option: config.pop(option)
-        for option in ("num_warps", "num_stages", "maxnreg", "launch_pdl")
+        for option in ("num_warps", "num_stages", "maxnreg", "launch_pdl", "enable_fp_fusion")
         if option in config
     }
     names = launch.kernel.arg_names
@@ -310,6 +319,7 @@ def inspect_binary(cubin: bytes, counts: bool) -> dict[str, int]:
         code = ask("-sass") if counts else ""
     found = {name.lower(): int(re.search(rf"{name}:(\d+)", usage)[1]) for name in ("REG", "STACK")}  # type: ignore[index]
     if counts:
+        found["fused"] = code.count(" FFMA")
         found["instructions"] = len(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?!NOP)", code, re.MULTILINE))
     return found
 

@@ -25,7 +25,7 @@ from nanovllm.backends.gpu import launch as kernel_launches
 from nanovllm.backends.gpu.cuda_graphs import CudaGraphs
 from nanovllm.backends.gpu.launch import Launch, compile_launches, launch, redirect_launches
 from nanovllm.backends.gpu.paged_prefill import paged_prefill
-from nanovllm.backends.gpu.quantized import TritonExperts, TritonMatrix
+from nanovllm.backends.gpu.quantized import Operators
 from nanovllm.backends.gpu.rms_norm import add_rms_norm
 from nanovllm.backends.gpu.startup import compile_kernels
 from nanovllm.backends.steps import EAGER
@@ -315,8 +315,10 @@ def serve_as_a_stage(runner: ModelRunner) -> None:
             run(unscored_plan([1] * size), edits)
 
 
-def quantize(runner: ModelRunner, bits: int, group_size: int | None) -> None:
+def quantize(runner: ModelRunner, bits: int, group_size: int | None, rounds_inputs: bool = False) -> None:
     """Give every matrix but an untied embedding codes without values. Those of 4 bits have zeros."""
+    operators = Operators(runner.backend)
+    form = (runner.dtype, rounds_inputs)
 
     def make_codes(*shape: int) -> Codes:
         *outs, size = shape
@@ -328,22 +330,23 @@ def quantize(runner: ModelRunner, bits: int, group_size: int | None) -> None:
 
     for module in runner.model.modules():
         if isinstance(module, Experts):
-            module.packed = tuple(TritonExperts(make_codes(*stack.shape)) for stack in module.list_matrices())
+            stacks = (make_codes(*stack.shape) for stack in module.list_matrices())
+            module.packed = tuple(operators.make_experts(stack, *form) for stack in stacks)
         elif isinstance(module, MatrixModule) and (module is not runner.model.embed_tokens or runner.model.tied):
-            module.packed = TritonMatrix(make_codes(*module.weight.shape), runner.dtype)
+            module.packed = operators.make_matrix(make_codes(*module.weight.shape), *form)
 
 
 def missing(
     serve: Callable[[ModelRunner], None],
     model: str,
     draft: str | None = None,
-    quantized: tuple[int, int | None] | None = None,
+    quantized: tuple[int, int | None] | tuple[int, int | None, bool] | None = None,
     **options: Any,
 ) -> list[str]:
     """Name the kernels that serving needs and the start does not compile, and the arguments at odd addresses.
 
     Args:
-        quantized: bits and group size of the model's matrices.
+        quantized: bits and group size of the model's matrices, and whether they round their inputs.
     """
     options = {"num_layers": NUM_LAYERS, "max_model_len": 4096, "max_num_seqs": 300, **options}
     with ExitStack() as stack:
@@ -391,6 +394,7 @@ def missing_kernels() -> dict[str, list[str]]:
         "int8, log-probabilities": missing(serve_logprobs, "qwen3-0.6b", quantized=(8, None)),
         "int4 by group, few sequences": missing(serve_prompts, "qwen3-8b", quantized=(4, 128), max_num_seqs=4),
         "experts, int8": missing(serve_prompts, "qwen3-30b-a3b", quantized=(8, None)),
+        "experts, int8-dynamic": missing(serve_prompts, "qwen3-30b-a3b", quantized=(8, None, True)),
         "experts, int4 by group": missing(serve_prompts, "qwen3-30b-a3b", quantized=(4, 128)),
         "rank 0 of two": missing(serve_as_a_rank, "qwen3-0.6b", parallel=one_rank_of_two(0)),
         "rank 1 of two": missing(serve_as_a_rank, "qwen3-30b-a3b", parallel=one_rank_of_two(1)),

@@ -3,10 +3,11 @@
 import torch
 from torch import Tensor
 
-from nanovllm.backends.cpu.dynamic import DynamicCpuMatrix
+from nanovllm.backends.cpu.dynamic import DynamicCpuExperts, DynamicCpuMatrix
 from nanovllm.backends.cpu.scratch import Scratch
+from nanovllm.features.families.qwen3_moe.ops import Routing
 from nanovllm.features.quantized.codes import quantize_int8
-from nanovllm.features.quantized.torch_matrix import DynamicMatrix
+from nanovllm.features.quantized.torch_matrix import DynamicExperts, DynamicMatrix
 
 ROWS = (1, 2, 3, 6, 7, 12, 13, 25, 65)
 """Numbers of rows around the sizes of tiles."""
@@ -37,3 +38,19 @@ def check_dynamic_products(
     expected = plain.multiply(x, bias)
     for count in rows:
         assert torch.equal(packed.multiply(x[:count], bias), expected[:count])
+
+
+def check_dynamic_experts(
+    in_features: int, out_features: int, dtype: torch.dtype, seed: int = 0, gather: bool = False
+) -> None:
+    """Pairs of each expert have the bits of plain torch. Some experts have none, and one has too many to share them."""
+    generator = torch.Generator().manual_seed(seed)
+    counts = [0, 3, 1, 0, 17, 300, 0, 40, 2]
+    pairs = sum(counts)
+    codes = quantize_int8(torch.randn(len(counts), out_features, in_features, generator=generator))
+    tokens = torch.randint(0, 9, (pairs,), generator=generator).to(torch.int32)
+    offsets = torch.tensor([0, *counts]).cumsum(0).to(torch.int32)
+    routing = Routing(torch.ones(pairs, 1), torch.arange(pairs).int().view(pairs, 1), tokens, offsets)
+    x = draw_inputs(9 if gather else pairs, in_features, dtype, generator)
+    expected = DynamicExperts(codes, dtype).multiply(x, routing, gather)
+    assert torch.equal(DynamicCpuExperts(codes, dtype, Scratch()).multiply(x, routing, gather), expected)

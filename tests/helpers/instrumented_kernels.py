@@ -33,7 +33,7 @@ from helpers.cpu_checks import (
     rounding,
 )
 from helpers.delta_cases import DeltaLayer, assert_delta_is_the_reference
-from helpers.dynamic_checks import check_dynamic_products
+from helpers.dynamic_checks import check_dynamic_experts, check_dynamic_products
 from helpers.kernel_cases import assert_tokens_near, edit_case, sample_case
 from helpers.quantized_checks import FORMATS, check_quantized_experts, check_quantized_products
 from nanovllm.backends.cpu import backend as cpu_backend
@@ -213,6 +213,7 @@ class Fuzzer:
         draw = self.draw_quantized
         rows = (1, draw.randrange(2, 13), draw.randrange(13, 280))
         check_dynamic_products(draw.randrange(1, 700), draw.randrange(1, 140), dtype, rows, draw.randrange(2**30))
+        check_dynamic_experts(draw.randrange(1, 300), draw.randrange(1, 70), dtype, draw.randrange(2**30))
 
     def check_linear_attention(self, dtype: torch.dtype) -> None:
         group = self.draw.randrange(1, 4)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.cpu_checks import BF16, FP32
-from helpers.dynamic_checks import check_dynamic_products, draw_inputs
+from helpers.dynamic_checks import check_dynamic_experts, check_dynamic_products, draw_inputs
 from helpers.quantized_checks import assert_rows_keep_their_bits
 
 from nanovllm.backends.cpu.dynamic import DynamicCpuMatrix, dynamic_library
@@ -32,6 +32,12 @@ def test_products_and_rows_have_the_bits_of_plain_torch(
     in_features: int, out_features: int, dtype: torch.dtype
 ) -> None:
     check_dynamic_products(in_features, out_features, dtype)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+@pytest.mark.parametrize("gather", [True, False])
+def test_experts_have_the_bits_of_plain_torch(gather: bool, dtype: torch.dtype) -> None:
+    check_dynamic_experts(200, 70, dtype, gather=gather)
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32])

@@ -20,7 +20,7 @@ from helpers.cpu_checks import (
     check_small_operators,
     make_variant,
 )
-from helpers.dynamic_checks import check_dynamic_products
+from helpers.dynamic_checks import check_dynamic_experts, check_dynamic_products
 from helpers.foreign_kernels import HAS_EMULATOR, ForeignLibrary
 from helpers.quantized_checks import FORMATS, check_quantized_experts, check_quantized_products
 
@@ -160,3 +160,4 @@ def test_products_in_whole_numbers_have_the_same_bits_on_every_processor(
         for dtype in (BF16, FP32):
             check_dynamic_products(208, 50, dtype, rows)
             check_dynamic_products(390, 130, dtype, rows)
+    check_dynamic_experts(208, 50, BF16)

@@ -58,11 +58,13 @@ def test_tokens_on_triton_are_those_on_torch(
 
 
 @pytest.mark.slow
-def test_quantised_tokens_on_triton_are_those_on_torch(tmp_path: Path) -> None:
+@pytest.mark.parametrize("quantization", ["int8", "int8-dynamic"])
+def test_quantised_tokens_on_triton_are_those_on_torch(tmp_path: Path, quantization: str) -> None:
     """The first layer is dense, and the second one has experts."""
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "mlp_only_layers": [0]}
     save_random(tmp_path, seed=1, model_class=Qwen3MoeForCausalLM, **experts)
-    options = {"kvcache_block_size": 16, "max_num_batched_tokens": 24, "max_num_seqs": 4, "quantization": "int8"}
+    options: dict[str, Any] = {"kvcache_block_size": 16, "max_num_batched_tokens": 24, "max_num_seqs": 4}
+    options["quantization"] = quantization
     assert generate(tmp_path, "triton", **options) == generate(tmp_path, "torch", **options)
 
 

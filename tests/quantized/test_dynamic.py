@@ -1,13 +1,14 @@
 """int8-dynamic: the rule of rounding, and the tokens of an engine beside transformers with inputs rounded by hand."""
 
-import logging
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from helpers.quantized import AWQ, FP8, GREEDY, PROMPTS, run, save_rounded
 from helpers.tiny import SMALL, greedy, save_random
 from hypothesis import given, settings
@@ -19,13 +20,10 @@ from transformers import LlamaForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM
 from nanovllm import LLM
 from nanovllm.apps.cli import main
 from nanovllm.apps.jobs.provenance import read_provenance
-from nanovllm.backends import NAMES, find_backend
 from nanovllm.backends.cpu.backend import CpuBackend
-from nanovllm.features.families.qwen3_moe.decoder import Experts
 from nanovllm.features.quantized.checkpoints import find_format
 from nanovllm.features.quantized.codes import quantize_int8
 from nanovllm.features.quantized.dynamic import GROUP, multiply_rounded, round_inputs
-from nanovllm.features.quantized.torch_matrix import TorchExperts
 
 DYNAMIC = {"quantization": "int8-dynamic"}
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "head_dim": 64}
@@ -99,12 +97,19 @@ def round_by_hand(x: Tensor) -> Tensor:
     return torch.cat(parts, -1)
 
 
+def multiply_by_hand(x: Tensor, weight: Tensor) -> Tensor:
+    return round_by_hand(x) @ weight.T
+
+
 def run_by_hand(folder: Path, scratch: Path, model_class: type = Qwen3ForCausalLM) -> list[list[int]]:
-    """The tokens of transformers with rounded weights, every linear layer of which rounds its input."""
-    model = model_class.from_pretrained(save_rounded(folder, scratch), dtype=torch.float32).eval()
+    """The tokens of transformers with rounded weights, every linear layer and expert of which rounds its input."""
+    rounded = save_rounded(folder, scratch)
+    model = model_class.from_pretrained(rounded, dtype=torch.float32, experts_implementation="eager").eval()
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.Linear) and not name.endswith(".gate"):
             module.register_forward_pre_hook(lambda _, inputs: (round_by_hand(inputs[0]),))
+        if name.endswith(".experts"):
+            module.forward = mock.patch.object(F, "linear", multiply_by_hand)(module.forward)
     return [greedy(model, prompt, GREEDY.max_tokens or 0) for prompt in PROMPTS]
 
 
@@ -134,16 +139,21 @@ def test_an_untied_head_and_biases_are_multiplied_so_too(tmp_path: Path) -> None
     assert run(tmp_path / "model", **DYNAMIC) == expected
 
 
-def test_experts_are_multiplied_as_with_int8(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("mixture")
     sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
-    save_random(tmp_path / "moe", model_class=Qwen3MoeForCausalLM, **sizes)
-    caplog.set_level(logging.INFO, "nanovllm")
-    expected = run_by_hand(tmp_path / "moe", tmp_path / "rounded", Qwen3MoeForCausalLM)
-    assert run(tmp_path / "moe", **DYNAMIC) == expected
-    assert "experts are multiplied as with" in caplog.text
-    with LLM(str(tmp_path / "moe"), **SMALL, device="cpu", **DYNAMIC) as llm:
-        experts = [module for module in llm.engine.runner.model.modules() if isinstance(module, Experts)]
-        assert experts and all(isinstance(module.packed[0], TorchExperts) for module in experts)
+    save_random(folder, model_class=Qwen3MoeForCausalLM, **sizes)
+    return folder
+
+
+@pytest.mark.parametrize("backend", ["torch", "cpu"])
+def test_experts_round_their_inputs_too(mixture: Path, tmp_path: Path, backend: str) -> None:
+    if backend == "cpu" and (reason := CpuBackend.why_cannot(torch.device("cpu"))):
+        pytest.skip(reason)
+    expected = run_by_hand(mixture, tmp_path / "rounded", Qwen3MoeForCausalLM)
+    assert run(mixture, attention_backend=backend, **DYNAMIC) == expected
+    assert run(mixture, attention_backend=backend, quantization="int8") != expected
 
 
 @pytest.mark.slow
@@ -188,20 +198,10 @@ def test_the_format_is_told_beside_results(wide: Path) -> None:
         assert read_provenance(llm.engine)["quantization"] == "int8-dynamic"
 
 
-@pytest.mark.parametrize("has_triton", [True, False])
-def test_on_a_gpu_int8_is_named_instead(
-    has_triton: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    if has_triton:
-        pytest.importorskip("triton")
-        backends = [find_backend(name, torch.device(device)) for name in NAMES for device in ("cuda", "cpu")]
-        assert {kind.__name__ for kind in backends if kind is not None and not kind.rounds_inputs} == {
-            *("FlashAttnBackend", "TritonBackend", "TritonKernels")
-        }
-    else:
-        monkeypatch.setitem(sys.modules, "nanovllm.backends.gpu.triton_backend", None)
-    assert main(["estimate", "qwen3-8b", "--gpu-memory", "24GB", "--quantization", "int8-dynamic"]) != 0
-    assert 'on a GPU use quantization="int8"' in caplog.text
+def test_a_gpu_is_estimated_without_its_kernels(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    monkeypatch.setitem(sys.modules, "nanovllm.backends.gpu.triton_backend", None)
+    assert main(["estimate", "qwen3-8b", "--gpu-memory", "24GB", "--quantization", "int8-dynamic"]) == 0
+    assert "int8-dynamic" in capsys.readouterr().out
 
 
 def test_only_checkpoints_of_floats_are_rounded() -> None:

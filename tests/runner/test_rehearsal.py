@@ -177,10 +177,11 @@ def test_experts(experts: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["dense", "experts", "hybrid"])
-def test_quantised_weights(kind: str, request: pytest.FixtureRequest) -> None:
+@pytest.mark.parametrize("quantization", ["int8", "int8-dynamic"])
+def test_quantised_weights(quantization: str, kind: str, request: pytest.FixtureRequest) -> None:
     """Embedding, head, projections and experts are int8. Decodes run as graphs, with default options."""
     model = request.getfixturevalue(kind)
-    assert tokens(serve(model, quantization="int8")) == tokens(expect(model, quantization="int8"))
+    assert tokens(serve(model, quantization=quantization)) == tokens(expect(model, quantization=quantization))
 
 
 @pytest.mark.parametrize("name", ["int8", "fp8"])

@@ -64,6 +64,8 @@ void pack_dynamic(int64_t threads, const uint8_t* codes, uint8_t* packed, int64_
 KERNEL(pack_dynamic)
 EXPORT(linear_dynamic, (x, {codes, scales, in, out}, bias, y, rows), const void* x, const uint8_t* codes,
        const float* scales, const void* bias, void* y, int64_t rows, int64_t in, int64_t out)
+EXPORT(grouped_dynamic, (x, {codes, scales, in, out}, offsets, y, experts), const void* x, const uint8_t* codes,
+       const float* scales, const int32_t* offsets, void* y, int64_t experts, int64_t in, int64_t out)
 EXPORT(dynamic_rows, ({codes, scales, in, out}, indices, y, count), const uint8_t* codes, const float* scales,
        const int32_t* indices, void* y, int64_t count, int64_t in, int64_t out)
 

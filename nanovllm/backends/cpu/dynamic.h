@@ -142,23 +142,33 @@ struct Matrix {
     int64_t panel_bytes() const { return steps() * STEP_BYTES; }
 };
 
-// Holds rounded rows: codes [groups][rows][LEFT_ROW], and of each group and row the scale and what the shift of the
-// weights adds to a sum, with the sign turned. AMX reads up to 15 rows beyond the last one.
+// Rounded rows: codes [groups][rows][LEFT_ROW], and of each group and row the scale and what the shift of the weights
+// adds to a sum, with the sign turned. AMX reads up to 15 rows beyond the last one.
 struct Rounded {
     uint32_t* codes;
-    std::vector<float> scales;
-    std::vector<int32_t> offsets;
+    float* scales;
+    int32_t* offsets;
     int64_t rows;
 
-    void resize(int64_t groups, int64_t count) {
-        rows = count;
-        codes = cache_lines(memory_, (groups * rows + AMX_ROWS) * LEFT_ROW);
-        scales.resize(std::max<size_t>(scales.size(), groups * rows));
-        offsets.resize(std::max<size_t>(offsets.size(), groups * rows));
+    // Returns the place of `count` rows behind `first` others of as many groups, in the memory of this one.
+    Rounded part(int64_t groups, int64_t first, int64_t count) const {
+        return {codes + groups * first * LEFT_ROW, scales + groups * first, offsets + groups * first, count};
+    }
+};
+
+// Lends memory to rounded rows. It grows to the largest product.
+class RoundedMemory {
+  public:
+    Rounded lend(int64_t groups, int64_t rows) {
+        scales_.resize(std::max<size_t>(scales_.size(), groups * rows));
+        offsets_.resize(std::max<size_t>(offsets_.size(), groups * rows));
+        return {cache_lines(codes_, (groups * rows + AMX_ROWS) * LEFT_ROW), scales_.data(), offsets_.data(), rows};
     }
 
   private:
-    std::vector<uint32_t> memory_;
+    std::vector<uint32_t> codes_;
+    std::vector<float> scales_;
+    std::vector<int32_t> offsets_;
 };
 
 // Rounds one row's group of at most GROUP values, which are padded with zeros. The scale is max |x| / 127, and a code is
@@ -193,7 +203,7 @@ inline void round_group(float* values, uint32_t* codes, float* scale, int32_t* o
 }
 
 // Rounds the rows of x[rows][in].
-template <class P> void round_rows(const typename P::element* x, int64_t in, Span some, Rounded& rounded) {
+template <class P> void round_rows(const typename P::element* x, int64_t in, Span some, const Rounded& rounded) {
     alignas(64) float values[GROUP];
     for (int64_t r = some.begin; r < some.end; ++r)
         for (int64_t start = 0; start < in; start += GROUP) {
@@ -397,21 +407,70 @@ void multiply_panels(const Rounded& x, const Matrix& m, const typename P::elemen
     }
 }
 
+// Returns how many rows are multiplied by one panel before the next panel is read.
+inline int64_t rows_at_a_time(const Matrix& m) {
+    return std::clamp(L2_LEFT / std::max<int64_t>(m.in, 1), LEAST_ROWS, MOST_ROWS);
+}
+
+inline RoundedMemory& rounded_memory() {
+    static thread_local RoundedMemory memory;
+    return memory;
+}
+
 // Computes y[rows][out] = x[rows][in] W^T + bias. The threads round the rows together, and then each owns some panels.
 template <class P> void linear_dynamic(const void* x_, const Matrix& m, const void* bias, void* y_, int64_t rows) {
     using E = typename P::element;
-    static thread_local Rounded rounded;  // grows to the largest product of this thread
-    Rounded& left = rounded;
-    const int64_t panels = m.panels(), most = std::clamp(L2_LEFT / std::max<int64_t>(m.in, 1), LEAST_ROWS, MOST_ROWS);
-    row_pieces(rows, most, [&](int64_t first, int64_t count) {
+    const int64_t panels = m.panels();
+    row_pieces(rows, rows_at_a_time(m), [&](int64_t first, int64_t count) {
         const E* x = (const E*)x_ + first * m.in;
-        left.resize(m.groups(), count);
+        const Rounded left = rounded_memory().lend(m.groups(), count);
         share(count, quarter_unless_small(count, count * m.in), [&](Span some) { round_rows<P>(x, m.in, some, left); });
         const int64_t piece = count * m.in * m.out > LEAST_SHARED ? (quarter(panels) + 1) / 2 * 2 : panels;
         share(panels, piece, [&](Span some) {
             multiply_panels<P>(left, m, (const E*)bias, (E*)y_ + first * m.out, some);
         });
     });
+}
+
+// Computes y[r][out] = x[r][in] W_e^T for every expert e and its rows r from offsets[e] to offsets[e + 1]. `m` describes
+// the first expert's matrix, and the others follow it. Threads share the rows and then the panels of as many experts as
+// have few rows together. An expert with many rows comes alone.
+template <class P>
+void grouped_dynamic(const void* x_, const Matrix& m, const int32_t* offsets, void* y_, int64_t experts) {
+    using E = typename P::element;
+    const int64_t panels = m.panels(), groups = m.groups(), most = rows_at_a_time(m);
+    const auto x = [&](int64_t expert) { return (const E*)x_ + offsets[expert] * m.in; };
+    const auto y = [&](int64_t expert) { return (E*)y_ + offsets[expert] * m.out; };
+    const auto matrix = [&](int64_t expert) -> Matrix {
+        return {m.codes + expert * panels * m.panel_bytes(), m.scales + expert * panels * PANEL, m.in, m.out};
+    };
+    std::vector<int64_t> touched;
+    for (int64_t begin = 0, end; begin < experts; begin = end) {
+        touched.clear();
+        for (end = begin; end < experts && (end == begin || offsets[end + 1] - offsets[begin] <= most); ++end)
+            if (offsets[end] < offsets[end + 1]) touched.push_back(end);
+        const int64_t rows = offsets[end] - offsets[begin], items = (int64_t)touched.size() * panels;
+        if (touched.size() == 1) {
+            linear_dynamic<P>(x(touched[0]), matrix(touched[0]), nullptr, y(touched[0]), rows);
+            continue;
+        }
+        const Rounded all = rounded_memory().lend(groups, rows);
+        const auto left = [&](int64_t expert) {
+            return all.part(groups, offsets[expert] - offsets[begin], offsets[expert + 1] - offsets[expert]);
+        };
+        const int64_t count = (int64_t)touched.size();
+        share(count, quarter_unless_small(count, rows * m.in), [&](Span some) {
+            for (int64_t i = some.begin; i < some.end; ++i)
+                round_rows<P>(x(touched[i]), m.in, {0, left(touched[i]).rows, true}, left(touched[i]));
+        });
+        share(items, quarter(items), [&](Span some) {
+            for (int64_t i = some.begin, n; i < some.end; i += n) {
+                const int64_t expert = touched[i / panels], p = i % panels;
+                n = std::min(panels - p, some.end - i);
+                multiply_panels<P>(left(expert), matrix(expert), (const E*)nullptr, y(expert), {p, p + n, true});
+            }
+        });
+    }
 }
 
 }  // namespace

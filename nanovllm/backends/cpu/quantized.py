@@ -111,6 +111,8 @@ class CpuMatrix(PackedCodes):
 class CpuExperts(PackedCodes):
     """The quantised matrices of experts, [num_experts, out, in]."""
 
+    product = "grouped_codes"
+
     def multiply(self, x: Tensor, routing: "Routing", gather: bool) -> Tensor:
         """Multiply pairs by the matrices of their experts. See `grouped_linear_reference`."""
         rows = gather_rows(cpu_library(), x, routing.tokens, self.scratch) if gather else x.contiguous()
@@ -118,7 +120,7 @@ class CpuExperts(PackedCodes):
         if self.order is not None:
             order = self.order.repeat_interleave(routing.offsets.diff(), 0)  # [pairs, in], without those of padding
             rows = rows[: len(order)].gather(1, order)
-        self.call("grouped_codes", rows, *self.tensors, routing.offsets, y, len(routing.offsets) - 1, *self.sizes)
+        self.call(self.product, rows, *self.tensors, routing.offsets, y, len(routing.offsets) - 1, *self.sizes)
         return y
 
 
@@ -144,8 +146,12 @@ class Operators(MatrixOperators):
 
         return DynamicCpuMatrix(codes, dtype, self._scratch)
 
-    def make_experts(self, codes: Codes, dtype: torch.dtype) -> CpuExperts:
-        return CpuExperts(codes, dtype, self._scratch)
+    def make_experts(self, codes: Codes, dtype: torch.dtype, rounds_inputs: bool) -> CpuExperts:
+        if not rounds_inputs:
+            return CpuExperts(codes, dtype, self._scratch)
+        from nanovllm.backends.cpu.dynamic import DynamicCpuExperts
+
+        return DynamicCpuExperts(codes, dtype, self._scratch)
 
     def warn(self, format: Format) -> None:
         from nanovllm.backends.cpu.dynamic import dynamic_library

@@ -1,9 +1,10 @@
-"""Quantised matrices on a GPU: the Triton kernel multiplies by their codes as they are."""
+"""Quantised matrices on a GPU: the Triton kernels multiply by their codes as they are."""
 
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from nanovllm.backends.gpu.quantized_linear import (
@@ -13,11 +14,15 @@ from nanovllm.backends.gpu.quantized_linear import (
     make_arrivals,
     quantized_linear,
 )
+from nanovllm.backends.gpu.rounded_linear import grouped_rounded, limit_rows, rounded_linear
 from nanovllm.features.quantized.codes import Codes
+from nanovllm.features.quantized.dynamic import GROUP
 from nanovllm.features.quantized.formats import Format
 from nanovllm.features.quantized.torch_matrix import MatrixOperators, TorchMatrix
+from nanovllm.models.layers.linear import PackedMatrix
 
 if TYPE_CHECKING:
+    from nanovllm.features.families.qwen3_moe.decoder import PackedExperts
     from nanovllm.features.families.qwen3_moe.ops import Routing
 
 
@@ -48,6 +53,27 @@ class TritonMatrix(TorchMatrix):
         return quantized_linear(x, self._codes, bias, self._arrivals)
 
 
+class RoundedTritonMatrix(TorchMatrix):
+    """A matrix [out, in] of int8 codes with one scale a row, which the kernel multiplies in whole numbers.
+
+    Attributes:
+        row_limits: as those of `TritonMatrix`.
+    """
+
+    def __init__(self, codes: Codes, dtype: torch.dtype) -> None:
+        """dtype is the type of the model, which rows of an embedding have."""
+        super().__init__(pad_rows(codes), dtype)
+        self._in_features = codes.in_features
+        self.row_limits = limit_rows(codes.out_features, codes.codes.device)
+
+    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """x [n, in] -> x W^T + bias [n, out]."""
+        return rounded_linear(x.contiguous(), self._codes, bias, self.row_limits)
+
+    def rows(self, indices: Tensor) -> Tensor:
+        return super().rows(indices)[:, : self._in_features].contiguous()
+
+
 class TritonExperts:
     """The quantised matrices [num_experts, out, in] of one projection of all experts."""
 
@@ -66,6 +92,25 @@ class TritonExperts:
     def multiply(self, x: Tensor, routing: "Routing", gather: bool) -> Tensor:
         """Do what `grouped_linear_reference` does."""
         return grouped_quantized(x, self._codes, routing, gather)
+
+
+class RoundedTritonExperts:
+    """Matrices [num_experts, out, in] of int8 codes, which the kernel multiplies in whole numbers."""
+
+    def __init__(self, codes: Codes) -> None:
+        self._codes = pad_rows(codes)
+
+    def multiply(self, x: Tensor, routing: "Routing", gather: bool) -> Tensor:
+        """Do what `DynamicExperts.multiply` does."""
+        return grouped_rounded(x.contiguous(), self._codes, routing, gather)
+
+
+def pad_rows(codes: Codes) -> Codes:
+    """Return the same int8 matrix, with zeros at the ends of its rows to a multiple of GROUP."""
+    lacking = -codes.in_features % GROUP
+    if not lacking:
+        return codes
+    return replace(codes, codes=F.pad(codes.codes, (0, lacking)), group_size=codes.in_features + lacking)
 
 
 def transpose_scales(codes: Codes) -> Codes:
@@ -88,13 +133,13 @@ def _lay_by_column(values: Tensor) -> Tensor:
 
 
 class Operators(MatrixOperators):
-    """Makes matrices for the Triton kernels. None of them multiplies in whole numbers."""
+    """Makes matrices for the Triton kernels."""
 
-    def make_matrix(self, codes: Codes, dtype: torch.dtype, rounds_inputs: bool) -> TritonMatrix:
-        return TritonMatrix(codes, dtype)
+    def make_matrix(self, codes: Codes, dtype: torch.dtype, rounds_inputs: bool) -> PackedMatrix:
+        return RoundedTritonMatrix(codes, dtype) if rounds_inputs else TritonMatrix(codes, dtype)
 
-    def make_experts(self, codes: Codes, dtype: torch.dtype) -> TritonExperts:
-        return TritonExperts(codes)
+    def make_experts(self, codes: Codes, dtype: torch.dtype, rounds_inputs: bool) -> "PackedExperts":
+        return RoundedTritonExperts(codes) if rounds_inputs else TritonExperts(codes)
 
     def keep_place(self, old: Any, new: Any) -> Any:
         """Write new codes into the memory of the old ones, which CUDA graphs read. They have the same shapes."""

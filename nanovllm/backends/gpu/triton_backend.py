@@ -27,7 +27,6 @@ class TritonKernels(Backend):
     name = "triton"
     kernels = "gpu"
     captures_steps = True
-    rounds_inputs = False
     head_dims = (32, 64, 128, 256)
     groups = (1, 2, 3, 4, 5, 6, 7, 8, 16)
     block_sizes = (16, 32, 64, 128, 256)

@@ -91,6 +91,6 @@ INT8 = Format("int8", bits=8, quantizes_head=True)
 """Made at load: see `quantize_int8`."""
 
 INT8_DYNAMIC = replace(INT8, name="int8-dynamic", rounds_inputs=True)
-"""The same codes. Experts are multiplied as with INT8."""
+"""The same codes, by which rounded inputs are multiplied."""
 
 MADE_AT_LOAD = {format.name: format for format in (INT8, INT8_DYNAMIC)}

@@ -32,14 +32,6 @@ logger = logging.getLogger(__name__)
 Copy = Callable[[Tensor, Tensor], object]
 
 
-def can_round_inputs(config: ResolvedConfig) -> bool:
-    """Return whether the backend that `config` names can multiply by rounded inputs."""
-    try:
-        return make_backend(config.attention_backend, config.device).rounds_inputs
-    except ImportError:  # an estimate for a GPU: its kernels, which do not round, need not be installed here
-        return False
-
-
 class ModelQuantizer:
     """Gives one rank's model quantised matrices, which weight_reader.py, dummy_weights.py and renewal.py fill.
 
@@ -55,11 +47,6 @@ class ModelQuantizer:
             raise ValueError(
                 f"lora is {quote(config.lora)}, and the checkpoint is quantised already: an adapter can be merged only "
                 'into a checkpoint of 16 or 32 bits; quantization="int8" quantises the merged weights'
-            )
-        if format.rounds_inputs and not can_round_inputs(config):
-            raise ValueError(
-                f"quantization is {quote(format.name)}, for which there are kernels on a CPU only: on a GPU use "
-                'quantization="int8", or attention_backend="torch", which is slow'
             )
         self.format = format
         self._config = config
@@ -86,8 +73,6 @@ class ModelQuantizer:
                 *(self.format.stored_bits, self.format.name, dtype, num_bytes / 2**30, int8_bytes / 2**30),
             )
             return
-        if self.format.rounds_inputs and any(weight.dim() > 2 for weight in self.list_matrices(model)):
-            logger.info('the experts are multiplied as with quantization="int8": their inputs are not rounded')
         backend = make_backend(self._config.attention_backend, self._config.device)
         operators = backend.find_operators(MatrixOperators, "quantized")
         operators.warn(self.format)
@@ -293,11 +278,8 @@ class Filling:
             parts = self._parts.pop(id(weight))
             codes = join_codes([parts[place] for place in sorted(parts)], weight)
             parts.clear()
-            if weight.dim() > 2:
-                new: Any = operators.make_experts(codes, dtype)
-            else:
-                new = operators.make_matrix(codes, dtype, self.format.rounds_inputs)
-            packed.append(operators.keep_place(old, new))
+            make: Any = operators.make_experts if weight.dim() > 2 else operators.make_matrix
+            packed.append(operators.keep_place(old, make(codes, dtype, self.format.rounds_inputs)))
         is_shared = model.tied and module is model.embed_tokens
         for owner in (module, model.lm_head) if is_shared else (module,):
             owner.set_packed(packed, empty)

@@ -2,7 +2,7 @@
 
 import logging
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -52,9 +52,11 @@ class DynamicMatrix(TorchMatrix):
 class TorchExperts:
     """`PackedExperts` that keep the codes as they are."""
 
+    matrix: ClassVar[type[TorchMatrix]] = TorchMatrix
+
     def __init__(self, codes: Codes, dtype: torch.dtype) -> None:
         self._codes = codes
-        self._matrices = [TorchMatrix(codes.take_expert(i), dtype) for i in range(len(codes.codes))]
+        self._matrices = [self.matrix(codes.take_expert(i), dtype) for i in range(len(codes.codes))]
 
     def multiply(self, x: Tensor, routing: "Routing", gather: bool) -> Tensor:
         rows = x[routing.tokens.long()] if gather else x
@@ -63,6 +65,12 @@ class TorchExperts:
             if begin < end:
                 y[begin:end] = matrix.multiply(rows[begin:end], None)
         return y
+
+
+class DynamicExperts(TorchExperts):
+    """`PackedExperts` of int8 codes with one scale a row, which are multiplied in whole numbers."""
+
+    matrix = DynamicMatrix
 
 
 class MatrixOperators:
@@ -78,9 +86,9 @@ class MatrixOperators:
         """Return a matrix. If it rounds its inputs, it is multiplied in whole numbers. Else they keep their type."""
         return DynamicMatrix(codes, dtype) if rounds_inputs else TorchMatrix(codes, dtype)
 
-    def make_experts(self, codes: Codes, dtype: torch.dtype) -> "PackedExperts":
-        """Return the matrices of one projection of all experts."""
-        return TorchExperts(codes, dtype)
+    def make_experts(self, codes: Codes, dtype: torch.dtype, rounds_inputs: bool) -> "PackedExperts":
+        """Return the matrices of one projection of all experts, which round their inputs or not, as a matrix does."""
+        return DynamicExperts(codes, dtype) if rounds_inputs else TorchExperts(codes, dtype)
 
     def keep_place(self, old: Any, new: Any) -> Any:
         """Return what takes the place of a packed form: `new`, or `old` with the codes of `new`.
@@ -94,5 +102,5 @@ class MatrixOperators:
         """Log it if matrices of this format are multiplied slowly."""
         logger.warning(
             "plain torch multiplies quantised weights slowly: it converts each matrix in every step. The backends "
-            '"cpu" and, but for int8-dynamic, "triton" have kernels for them'
+            '"cpu" and "triton" have kernels for them'
         )

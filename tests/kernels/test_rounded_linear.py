@@ -1,0 +1,139 @@
+"""The Triton kernels of int8-dynamic have the bits of plain torch: in the interpreter, or on a GPU."""
+
+import pytest
+import torch
+from helpers.dynamic_checks import draw_inputs
+from helpers.kernel_cases import DEVICE, HALF, poisoned_memory, randn
+from helpers.quantized_cases import make_codes
+
+pytest.importorskip("triton")
+
+from nanovllm.backends.gpu import rounded_linear
+from nanovllm.backends.gpu.quantized import Operators, RoundedTritonMatrix, pad_rows
+from nanovllm.backends.gpu.rounded_linear import LARGE_TILE, TILE, grouped_rounded, limit_rows, round_inputs
+from nanovllm.features.families.qwen3_moe.ops import Routing, route_reference
+from nanovllm.features.quantized import dynamic
+from nanovllm.features.quantized.codes import Codes
+from nanovllm.features.quantized.torch_matrix import DynamicExperts, DynamicMatrix
+
+
+@pytest.fixture(autouse=True)
+def no_memory_is_zero_by_luck():
+    with poisoned_memory():
+        yield
+
+
+def int8_codes(*shape: int) -> Codes:
+    return make_codes(shape, 8, 0, False)
+
+
+def hostile_rows(count: int, size: int, dtype: torch.dtype) -> torch.Tensor:
+    """Rows of ordinary numbers, of zeros, of very large, tiny and broken ones."""
+    x = draw_inputs(count, size, torch.float32, torch.Generator().manual_seed(1))
+    x = x if dtype == torch.float32 else x.clamp(-6e4, 6e4)
+    if count > 9:
+        x[7, -1] = torch.inf
+        x[8, size // 2] = -torch.inf
+        x[9, 0] = torch.nan
+    return x.to(DEVICE, dtype)
+
+
+def assert_equal(got: torch.Tensor, expected: torch.Tensor) -> None:
+    """The same numbers, and NaN in the same places."""
+    torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+@pytest.mark.parametrize("size", [1, 128, 300, 1024, 1100])
+def test_inputs_are_rounded_to_the_codes_and_scales_of_the_reference(size: int, dtype: torch.dtype) -> None:
+    x = hostile_rows(12, size, dtype)
+    codes, scales = dynamic.round_inputs(x)
+    got = round_inputs(x)
+    assert torch.equal(got.codes.float(), codes.flatten(1))
+    assert_equal(got.scales.T, scales)
+
+
+def test_ties_go_to_even_codes() -> None:
+    x = torch.tensor([[127.0, 0.5, 1.5, 2.5, -0.5, -1.5, -2.5, 126.5]], device=DEVICE)
+    assert round_inputs(x).codes[0, :8].tolist() == [127, 0, 2, 2, 0, -2, -2, 126]
+
+
+@pytest.mark.parametrize(
+    ("in_size", "out_size", "dtype"), [(64, 70, HALF), (300, 33, torch.float32), (200, 130, torch.float32)]
+)
+def test_products_have_the_bits_of_the_reference_in_every_tile(
+    in_size: int, out_size: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So a row has the same bits whatever is beside it: each tile multiplies some of the same rows."""
+    codes = int8_codes(out_size, in_size)
+    bias = randn(out_size, dtype=dtype)
+    x = hostile_rows(130, in_size, dtype)
+    expected = DynamicMatrix(codes, dtype).multiply(x, bias)
+    matrix = RoundedTritonMatrix(codes, dtype)
+    assert matrix.row_limits == (16, 64)
+    for num_rows in (1, 16, 17, 65):
+        assert_equal(matrix.multiply(x[:num_rows], bias), expected[:num_rows])
+    monkeypatch.setattr(rounded_linear, "BAND", 1)  # a tile of rows after another
+    assert_equal(matrix.multiply(x, None), DynamicMatrix(codes, dtype).multiply(x, None))
+
+
+def test_the_largest_sums_are_exact() -> None:
+    """All codes are 127 or -127, in all groups: a sum of 128 products is 2,064,512."""
+    codes = Codes(8, torch.full((40, 256), 127, dtype=torch.int8, device=DEVICE), randn(40, 1).abs(), None, 256)
+    x = torch.ones(20, 256, device=DEVICE)
+    x[::2] = -1
+    assert torch.equal(RoundedTritonMatrix(codes, HALF).multiply(x, None), DynamicMatrix(codes, HALF).multiply(x, None))
+
+
+@pytest.mark.parametrize(("num_rows", "out_size"), [(0, 8), (3, 0), (129, 0)])
+def test_no_rows_make_no_product(num_rows: int, out_size: int) -> None:
+    matrix = RoundedTritonMatrix(int8_codes(out_size, 32), HALF)
+    assert matrix.multiply(randn(num_rows, 32, dtype=HALF), None).shape == (num_rows, out_size)
+
+
+@pytest.mark.parametrize("in_size", [128, 200])
+def test_rows_are_those_of_the_dequantised_matrix(in_size: int) -> None:
+    codes = int8_codes(24, in_size)
+    indices = torch.tensor([23, 1, 1, 0], device=DEVICE)
+    assert torch.equal(RoundedTritonMatrix(codes, HALF).rows(indices), codes.dequantize()[indices].to(HALF))
+
+
+def test_new_codes_come_into_the_memory_of_the_old_ones() -> None:
+    """CUDA graphs read it."""
+    operators = Operators(None)
+    old, new = (operators.make_matrix(int8_codes(9, size), HALF, True) for size in (100, 100))
+    new._codes.codes.neg_()
+    x = randn(3, 100, dtype=HALF)
+    expected = new.multiply(x, None)
+    assert not torch.equal(old.multiply(x, None), expected)
+    assert operators.keep_place(old, new) is old
+    assert torch.equal(old.multiply(x, None), expected)
+
+
+def test_few_rows_of_a_wide_matrix_take_large_tiles_when_these_occupy_a_third_of_the_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(rounded_linear, "num_multiprocessors", lambda device: 132)
+    for out_size, most in {24576: TILE[0], 6144: 0, 4096: 128, 1024: 5 * 128, 1: 43 * 128, 0: 43 * 128}.items():
+        found = limit_rows(out_size, DEVICE)
+        assert found == (16, max(most, TILE[0]))
+        rows, columns, _ = LARGE_TILE
+        assert -(-(found[1] + 1) // rows) * -(-out_size // columns) * 3 >= 132 or out_size == 0
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_experts", "in_size", "gather"),
+    [(1, 5, 64, True), (40, 3, 256, False), (130, 2, 200, True), (130, 3, 40, False), (513, 2, 40, True)],
+)
+def test_experts_products_have_the_bits_of_the_reference(
+    num_tokens: int, num_experts: int, in_size: int, gather: bool
+) -> None:
+    """Padding is in no expert, and some experts have no token."""
+    codes = int8_codes(num_experts, 40, in_size)
+    slots = torch.arange(num_tokens, device=DEVICE)
+    slots[num_tokens // 2 :: 7] = -1
+    routing: Routing = route_reference(randn(num_tokens, num_experts, seed=3), 2, True, slots)
+    x = randn(num_tokens if gather else num_tokens * 2, in_size)
+    count = int(routing.offsets[-1])
+    expected = DynamicExperts(codes, torch.float32).multiply(x, routing, gather)
+    assert_equal(grouped_rounded(x, pad_rows(codes), routing, gather)[:count], expected[:count])
