@@ -1,8 +1,10 @@
 """TRL's GRPO with the engine in its process: the worst difference of sampler and trainer, and the tokens of both."""
 
 import json
+import shutil
 import sys
 import tempfile
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +15,18 @@ from trl import GRPOConfig, GRPOTrainer
 from vllm import SamplingParams
 
 PROMPTS = [PROMPT, "The best way to", "1 + 2 =", "A block of the cache"]
+
+
+def copy_in_float32() -> str:
+    """Return a folder with the built-in model, whose config.json says float32.
+
+    TRL gives the engine no dtype, and by default the engine computes in the checkpoint's own where a processor has it.
+    """
+    folder = Path(tempfile.mkdtemp()) / "model"
+    shutil.copytree(MODEL, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"dtype": "float32"}))
+    return str(folder)
 
 
 def count_letters(completions: list[str], **_: Any) -> list[float]:
@@ -43,7 +57,7 @@ def train(temperature: float, sleep: bool, peft: bool) -> dict[str, Any]:
     )
     lora = LoraConfig(r=8, target_modules=["q_proj", "v_proj", "up_proj"], task_type="CAUSAL_LM") if peft else None
     data = Dataset.from_list([{"prompt": prompt} for prompt in PROMPTS])
-    trainer = GRPOTrainer(MODEL, count_letters, args=config, train_dataset=data, peft_config=lora)
+    trainer = GRPOTrainer(copy_in_float32(), count_letters, args=config, train_dataset=data, peft_config=lora)
     trainer.train()
     steps = [entry for entry in trainer.state.log_history if "reward" in entry]
     trainer.vllm_generation.sync_weights()
