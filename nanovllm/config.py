@@ -160,8 +160,8 @@ class EngineConfig:
         None,
         "int8 quantises the weights while they are read, with a scale for each row. int8-dynamic also rounds what they "
         "are multiplied by: faster for batches and prompts on a CPU that multiplies bytes, and not measured on a GPU. "
-        "awq, gptq, compressed-tensors and fp8 are formats of checkpoints that are quantised already; None takes the "
-        "checkpoint's own",
+        "awq, gptq, compressed-tensors, fp8 and mxfp4 are formats of checkpoints that are quantised already; None "
+        "takes the checkpoint's own",
     )
     overlap: bool = _pace(True, "on a GPU, plan the next step while the device computes this one")
     speculative_config: Mapping[str, Any] | None = _pace(

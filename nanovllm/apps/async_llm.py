@@ -62,8 +62,10 @@ class AsyncLLM:
         is_delta = kind is RequestOutputKind.DELTA
         num_seen = 0
         text = ""
-        seq = await self._call(self._llm.engine.add, request)
+        added: list[Sequence] = []  # whether or not this task still waits for the call
         try:
+            await self._call(lambda: added.append(self._llm.engine.add(request)))
+            (seq,) = added
             while True:
                 output, piece = await self._call(self._advance, seq, pieces, num_seen)
                 first = num_seen if is_delta else 0
@@ -80,8 +82,14 @@ class AsyncLLM:
                 if output.finished:
                     return
         finally:
+            if not self._llm.engine.closed:
+                self._thread.submit(self._abort, added)
+
+    def _abort(self, added: list[Sequence]) -> None:
+        """End what has not ended. It runs after the call that adds, because calls run one after another."""
+        for seq in added:
             if seq.finish_reason is None:
-                self._thread.submit(self._claimed, self._llm.engine.scheduler.end, seq, "abort")
+                self._claimed(self._llm.engine.scheduler.end, seq, "abort")
 
     async def _call(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call a function in the engine's thread."""
@@ -98,13 +106,14 @@ class AsyncLLM:
         if seq.finish_reason is None and len(seq.output_token_ids) == num_seen:
             engine.step()
         if seq.finish_reason == "abort":
+            engine.raise_kept()
             raise RuntimeError("the step of another task has failed, and the engine has dropped all requests")
         if seq.finish_reason is not None:
             return engine.make_output(seq), pieces.read(seq)
         output = make_output(seq, None)  # without its text, which `pieces` make
         output.finished = False
-        if output.logprobs is not None:
-            set_decoder(output.logprobs[num_seen:], engine.tokenizer)
+        set_decoder((output.logprobs or [])[num_seen:], engine.tokenizer)
+        set_decoder(output.prompt_logprobs or [], engine.tokenizer)
         return output, pieces.read(seq)
 
     async def pause_generation(self, *, mode: str = "abort", **_: Any) -> None:

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-from nanovllm.apps.async_llm import AsyncLLM, RequestOutputKind
 from nanovllm.config import EngineConfig, EngineOptions
 from nanovllm.inputs import PoolingParams, translate_arguments
 from nanovllm.outputs import METRICS, Embedding, Logprob, Metric, Output
@@ -107,7 +106,7 @@ def print_embeddings(embeds: Any, prefix: str = "Embeddings") -> None:
 
 NAMES: Mapping[str, Any] = {
     **METRICS,
-    **{made.__name__: made for made in (EngineArgs, LLMEngine, AsyncLLM, RequestOutputKind, PoolingParams)},
+    **{made.__name__: made for made in (EngineArgs, LLMEngine, PoolingParams)},
     **{made.__name__: made for made in (Logprob, Metric)},
     **dict.fromkeys(("EmbeddingRequestOutput", "EmbeddingOutput"), Embedding),
     **dict.fromkeys(("resolve_chat_template", "resolve_hf_chat_template"), resolve_chat_template),
@@ -116,7 +115,6 @@ NAMES: Mapping[str, Any] = {
     **dict.fromkeys(("cleanup_dist_env_and_memory", "destroy_model_parallel"), gc.collect),
     "destroy_distributed_environment": gc.collect,
     "AsyncEngineArgs": EngineArgs,
-    "AsyncLLMEngine": AsyncLLM,
     "FlexibleArgumentParser": ArgumentParser,
     "ProfilerConfig": dict,
     "PromptType": Prompt,

@@ -293,7 +293,7 @@ class LLMEngine:
                     with self._keep_interrupt(hold):
                         ended = self.step()
                     yield [(numbers.pop(lead), lead) for lead in ended]
-                    self._raise_kept()
+                    self.raise_kept()
             finally:
                 self._end_run(hold)
 
@@ -342,7 +342,7 @@ class LLMEngine:
         Returns:
             The lead of each request that ended.
         """
-        self._raise_kept()
+        self.raise_kept()
         self._ended = []
         try:
             clock = Clock()
@@ -403,7 +403,7 @@ class LLMEngine:
         clock.resume()
         return self.runner.launch_head(layers, self.editor.collect(step))
 
-    def _raise_kept(self) -> None:
+    def raise_kept(self) -> None:
         """Raise the kept error if there is one, and forget it."""
         error = self._kept_error
         self._kept_error = None

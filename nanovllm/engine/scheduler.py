@@ -141,6 +141,7 @@ class Scheduler:
             if self.blocks.can_grow(missing):
                 break
             self._preempt()
+            self.num_preemptions += 1
             has_preempted = True
         self.blocks.grow(missing)
         self.blocks.register(rows, ends)
@@ -408,7 +409,6 @@ class Scheduler:
             seq.num_in_flight = 1
         self._release(seq)
         self.waiting.appendleft(seq)
-        self.num_preemptions += 1
 
     def _release(self, seq: Sequence) -> None:
         """Free a sequence's blocks and row at once.

@@ -387,10 +387,10 @@ class WeightLoad:
         """Copy a part of a module to the memory where the module's new parameters are gathered."""
         shapes = dict(self._shapes.get_submodule(path).named_parameters(recurse=False))
         if self._filling is not None and self._filling.is_quantized(path):
-            if target.view.dim() > 1:
+            if self._filling.has_codes(path, target.view):
                 target.fill(tensor, Tensor.copy_)
                 return
-            shapes = {name: shape for name, shape in shapes.items() if shape.dim() == 1}
+            shapes = {name: shape for name, shape in shapes.items() if not self._filling.has_codes(path, shape)}
         if path not in self._staged:
             device = self._runner.device
             self._staged[path] = {name: torch.zeros_like(shape, device=device) for name, shape in shapes.items()}
@@ -410,8 +410,8 @@ class WeightLoad:
         module = model.get_submodule(path)
         if self._filling is not None and self._filling.is_quantized(path):
             self._filling.attach(path, module, model)
-            if "bias" in staged:
-                module.get_parameter("bias").copy_(staged["bias"])
+            for name, values in staged.items():
+                module.get_parameter(name).copy_(values)
             return
         owners = [module]  # of the same weight
         if model.tied and module is model.embed_tokens:

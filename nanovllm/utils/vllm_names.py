@@ -155,6 +155,7 @@ MISSING: Mapping[str, str] = {
     "renderers": "chat(messages, chat_template=...) takes the text of a template",
     "transformers_utils": "llm.get_tokenizer() is transformers' tokenizer",
     "envs": "no environment variable changes the engine: options do",
+    "AsyncLLMEngine AsyncLLM": _ONE_ENGINE,
     "VllmConfig": f"EngineConfig has the options; for logits processors: {_EDITS}",
     "sample": f"in place of logits processors, {_EDITS}",
     "WeightTransferConfig weight_transfer": "LLM.load_weights(named_tensors) takes new weights",

@@ -214,7 +214,7 @@ def test_a_reset_of_running_requests_changes_no_token(vllm: Any) -> None:
         with pytest.raises(RuntimeError, match="unfinished"):
             engine.reset_prefix_cache()
         engine.reset_prefix_cache(reset_running_requests=True)
-        assert llm.stats()["num_preemptions"] == 2
+        assert llm.stats()["num_preemptions"] == 0, "these are for want of room"
         assert llm.stats()["num_free_blocks"] == llm.stats()["num_blocks"]
         found = {}
         while engine.has_unfinished_requests():

@@ -15,9 +15,10 @@ from transformers import AutoTokenizer
 import nanovllm
 from nanovllm import llm, sampling_params
 from nanovllm.apps import ported
-from nanovllm.apps.async_llm import RequestOutputKind
+from nanovllm.apps.async_llm import AsyncLLM, RequestOutputKind
 from nanovllm.engine.claim import State
 from nanovllm.load import read_generation_config
+from nanovllm.models.weight_reader import checkpoint_files
 from nanovllm.utils.checks import as_choice
 from nanovllm.utils.foreign_names import explain_missing
 from nanovllm.utils.vllm_names import ACCEPTED, ADVICE, LISTED
@@ -84,7 +85,7 @@ class LLM(llm.LLM):
     def collective_rpc(self, method: Any, timeout: float | None = None, args: Any = (), **others: Any) -> None:
         """Read the weights of the model's folder, for an LLM with load_format="dummy". No other call is answered."""
         if method == "reload_weights" and not others:
-            for path in sorted(Path(self.engine.facts.origin).glob("*.safetensors")):
+            for path in checkpoint_files(Path(self.engine.facts.origin)):
                 self.load_weights(load_file(path).items(), finish=False)
             self.load_weights([])
         elif (method, args) != ("update_config", ({"load_config": {"load_format": "auto"}},)):
@@ -106,6 +107,9 @@ NAMES: Mapping[str, Any] = {
     **ported.NAMES,
     "LLM": LLM,
     "SamplingParams": SamplingParams,
+    "AsyncLLM": AsyncLLM,
+    "AsyncLLMEngine": AsyncLLM,
+    "RequestOutputKind": RequestOutputKind,
     "current_platform": SimpleNamespace(is_cuda=torch.cuda.is_available, is_rocm=lambda: False),
     "get_tokenizer": AutoTokenizer.from_pretrained,
 }

@@ -242,6 +242,10 @@ class Filling:
         """Return whether the matrices of the module at `path` become codes."""
         return path in self._modules
 
+    def has_codes(self, path: str, view: Tensor) -> bool:
+        """Return whether what `view` shows becomes codes. The biases of a module do not, even those of experts."""
+        return self._find_matrix(path, view) is not None
+
     def fill(self, path: str, values: Tensor, parameter: nn.Parameter) -> None:
         """Round the values of a whole parameter to codes: of dummy weights, which have no checkpoint."""
         self.put(path, parameter, self.format.round(values))

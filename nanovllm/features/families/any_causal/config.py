@@ -123,11 +123,10 @@ def resolve_any(
     """Refuse what these models cannot do: see `Family.resolve`. Say that transformers' code runs."""
     model: Any = sizes.model
     name = type(model.hf).__name__
-    if config.num_ranks > 1:
+    if config.pipeline_parallel_size > 1:
         raise ValueError(
-            f"{name} runs through transformers' code, on one rank: leave tensor_parallel_size "
-            f"({config.tensor_parallel_size}) and pipeline_parallel_size ({config.pipeline_parallel_size}) at 1; "
-            "data_parallel_size makes replicas"
+            f"{name} runs through transformers' code, on one rank: leave pipeline_parallel_size "
+            f"({config.pipeline_parallel_size}) at 1; data_parallel_size makes replicas"
         )
     if asked.max_model_len is None and model.most_positions is not None:
         config = replace(config, max_model_len=min(config.max_model_len, model.most_positions))

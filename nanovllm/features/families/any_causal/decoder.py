@@ -124,12 +124,18 @@ def make_decoder(config: "PretrainedConfig", backend: Backend, parallel: Paralle
     To build one takes a second, and an engine needs three: its options, its memory and its weights. Each gets a copy of
     the first.
     """
+    if parallel.size > 1:  # of a draft model, whose options follow those of its target
+        name = (config.architectures or ["this model"])[0]
+        raise ValueError(
+            f"{name} runs through transformers' code, on one rank: leave tensor_parallel_size ({parallel.size}) at 1; "
+            "data_parallel_size makes replicas"
+        )
     key = (config.to_json_string(use_diff=False), torch.get_default_dtype())
-    if key not in last_built:
+    built = last_built.get(key)
+    if built is None:
         built = AnyDecoder(config)
         last_built.clear()
         last_built[key] = built
-    built = last_built[key]
     return copy.deepcopy(built, {id(built.backend): backend})  # the memo says what is not copied
 
 
