@@ -37,7 +37,8 @@ template <class... Types> void run(void (*kernel)(Types...), Arguments& argument
     {#name "_float32", [](Arguments& a) { run(name##_float32, a); }}
 const std::map<std::string, void (*)(Arguments&)> KERNELS = {
 #ifdef DYNAMIC
-    BOTH(linear_dynamic), BOTH(dynamic_rows), {"pack_dynamic", [](Arguments& a) { run(pack_dynamic, a); }}};
+    BOTH(linear_dynamic), BOTH(grouped_dynamic), BOTH(dynamic_rows),
+    {"pack_dynamic", [](Arguments& a) { run(pack_dynamic, a); }}};
 #else
     BOTH(linear), BOTH(attend), BOTH(add_rms_norm), BOTH(silu_and_mul), BOTH(norm_rope_store), BOTH(sample),
     BOTH(grouped_linear), BOTH(route), BOTH(combine), BOTH(causal_conv), BOTH(gated_delta),
