@@ -424,7 +424,7 @@ def test_an_option_of_vllms_that_would_change_something_is_refused_by_name(
 
 
 def test_one_message_serves_vllms_other_options(random_model: Path) -> None:
-    for name in ("hf_token", "worker_cls", "preemption_mode"):
+    for name in ("hf_token", "worker_cls", "logits_processor_pattern"):
         with pytest.raises(TypeError, match=f"'{name}'; the options are .*docs/porting.md lists the options of vLLM"):
             LLM(random_model, **{name: "auto"})
 
