@@ -58,8 +58,8 @@ def make_rotary_table(config: "PretrainedConfig", num_positions: int) -> Tensor:
         for first in range(0, num_positions, POSITIONS_AT_A_TIME):
             rows = slice(first, min(first + POSITIONS_AT_A_TIME, num_positions))
             angles = torch.outer(torch.arange(rows.start, rows.stop, dtype=torch.float32), frequencies.float())
-            cos[rows, :num_rotated] = angles.cos() * scaling
-            sin[rows, :num_rotated] = angles.sin() * scaling
+            torch.mul(angles.cos(), scaling, out=cos[rows, :num_rotated])
+            torch.mul(angles.sin(), scaling, out=sin[rows, :num_rotated])
         return table
 
 
