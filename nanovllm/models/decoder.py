@@ -25,6 +25,7 @@ from nanovllm.utils.machine import default_dtype
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+    from nanovllm.config import ResolvedConfig
 
 POSITIONS_AT_A_TIME = 2048
 """`make_rotary_table` computes so many rows at a time: of a whole table, several copies would stay in the process."""
@@ -263,7 +264,7 @@ class Decoder(nn.Module):
         """Compute the tables that no checkpoint has. On the meta device they had no values."""
         self.register_buffer("cos_sin", make_rotary_table(config, num_positions).to(device), persistent=False)
 
-    def prove(self, config: Any) -> None:
+    def prove(self, config: "ResolvedConfig") -> None:
         """Compare the loaded model with another implementation, if the family needs that; ValueError if they differ."""
 
     def forward(self, inputs: StepInputs, caches: list[LayerCache]) -> Tensor:
