@@ -193,17 +193,22 @@ CASES: dict[str, Case] = {
 """By the name of transformers' class."""
 
 
+def make_config(name: str, **changes: Any) -> transformers.PretrainedConfig:
+    """Return the configuration of a small model of an architecture. A change to `...` takes a value out."""
+    values = SMALL_MODEL | {"pad_token_id": None} | CASES[name].changes | changes
+    given = {key: value for key, value in values.items() if value is not ...}
+    config: transformers.PretrainedConfig = getattr(transformers, name).config_class(**given)
+    return config
+
+
 @torch.no_grad()
 def save_any(folder: Path, name: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
     """Write a small random float32 model of an architecture to folder, and return transformers' model of it.
 
     See `save_random` for the numbers, which make the likeliest token clear.
     """
-    model_class = getattr(transformers, name)
     torch.manual_seed(seed)
-    config = SMALL_MODEL | {"pad_token_id": None}
-    config = {key: value for key, value in (config | CASES[name].changes | changes).items() if value is not ...}
-    model = model_class(model_class.config_class(**config)).float().eval()
+    model = getattr(transformers, name)(make_config(name, **changes)).float().eval()
     norm = ""
     for path, parameter in model.named_parameters():
         if path.endswith("bias"):

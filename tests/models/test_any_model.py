@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers
 from helpers.adapters import save_adapter
-from helpers.any_models import CASES, compare, run_case, save_any
+from helpers.any_models import CASES, compare, make_config, run_case, save_any
 from helpers.quantized import CHECKPOINTS, round_rows, run, save_quantised, save_with
 from helpers.tiny import CROWDED, draw_prompts, edit_json, save_random
 from safetensors.torch import load_file
@@ -26,6 +26,7 @@ from nanovllm.apps.doctor import describe
 from nanovllm.backends.cpu.backend import CpuBackend
 from nanovllm.features.families.any_causal import attend, config, decoder, layers, proof
 from nanovllm.features.families.any_causal.decoder import AnyDecoder, last_built
+from nanovllm.features.families.any_causal.whole import WholeAttention
 from nanovllm.models.model_config import OTHERS, find_family, load_model_config
 
 OPTIONS = CROWDED | {"attention_backend": "torch"}
@@ -99,6 +100,42 @@ def test_heads_are_padded_to_what_the_kernels_take(tmp_path: Path) -> None:
             assert compare(model, llm).num_equal == 216
             assert llm.engine.runner.caches[0].keys.shape[3] == stored
             assert llm.engine.runner.count_block_bytes() == 2 * 2 * 16 * 2 * stored * 4  # layers, sides, tokens, heads
+
+
+WHOLE = {
+    "LlamaForCausalLM": True,
+    "Qwen3ForCausalLM": True,  # norms of heads
+    "Gemma3ForCausalLM": True,  # norms with 1 + weight
+    "Starcoder2ForCausalLM": True,  # biases
+    "Exaone4ForCausalLM": True,  # a layer without rotation
+    "CohereForCausalLM": False,  # rotates neighbours, not halves
+    "OlmoForCausalLM": False,  # clamps queries, keys and values
+    "HunYuanDenseV1ForCausalLM": False,  # norms after the rotation
+    "Olmo2ForCausalLM": False,  # one norm of all heads
+    "Ministral3ForCausalLM": False,  # scales queries by their positions
+    "GptOssForCausalLM": False,  # sinks
+}
+"""{an architecture: whether the engine's operators compute all that its attention does}. Each differs in one thing."""
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_a_trial_says_which_attention_is_computed_as_a_whole(name: str) -> None:
+    model = AnyDecoder(make_config(name))
+    for layer in model.layers:
+        assert isinstance(layer.self_attn.module.__dict__.get("forward"), WholeAttention) == WHOLE[name]
+
+
+def test_angles_of_a_part_of_a_head_stay_transformers_code(tmp_path: Path) -> None:
+    """Nemotron's code rotates as many elements as there are angles. In the trial, these are all."""
+    model = save_any(tmp_path, "NemotronForCausalLM", partial_rotary_factor=0.5)
+    with LLM(tmp_path, **OPTIONS | {"model_impl": "transformers"}) as llm:
+        layer = llm.engine.runner.model.layers[0].self_attn
+        assert isinstance(layer.module.forward, WholeAttention)
+        layer.step.inputs = {layer.form: "a step runs"}
+        whole, part = (torch.empty(1, 1, layer.value_dim // count) for count in (1, 2))
+        assert (layer.has_plain_heads((whole, whole)), layer.has_plain_heads((part, part))) == (True, False)
+        layer.step.inputs = {}
+        assert compare(model, llm).num_equal == 216
 
 
 def test_the_text_part_of_a_checkpoint_with_pictures_runs(tmp_path: Path) -> None:
@@ -610,12 +647,12 @@ def test_masks_are_asked_what_they_show() -> None:
 
 # ---- the proof at load
 
-REAL = attend.AttentionLayer.attend
+REAL = attend.AttentionLayer.read
 REAL_FORWARD = AnyDecoder.forward
 
 
-def break_scale(layer: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, sinks: Tensor | None) -> Tensor:
-    return REAL(layer, q, k, v, 1.1 * scale, sinks)
+def break_scale(layer: Any, q: Tensor, scale: float, sinks: Tensor | None = None) -> Tensor:
+    return REAL(layer, q, 1.1 * scale, sinks)
 
 
 def break_cap(layer: Any, *arguments: Any) -> Tensor:
@@ -623,9 +660,9 @@ def break_cap(layer: Any, *arguments: Any) -> Tensor:
     return REAL(layer, *arguments)
 
 
-def break_sinks(layer: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, sinks: Tensor | None) -> Tensor:
+def break_sinks(layer: Any, q: Tensor, scale: float, sinks: Tensor | None = None) -> Tensor:
     layer.variant = None if layer.variant is None else layer.variant._replace(sinks=None)
-    return REAL(layer, q, k, v, scale, None)
+    return REAL(layer, q, scale)
 
 
 def break_shared_keys(layer: Any, *arguments: Any) -> Tensor:
@@ -660,7 +697,7 @@ def test_a_model_whose_attention_is_wrong_is_refused_at_load(
     if wrong is forward_from_zero:
         monkeypatch.setattr(AnyDecoder, "forward", wrong)
     else:
-        monkeypatch.setattr(attend.AttentionLayer, "attend", wrong)
+        monkeypatch.setattr(attend.AttentionLayer, "read", wrong)
     with pytest.raises(ValueError, match=r"gives other numbers with this engine's attention.* may differ by 0\.001"):
         LLM(tmp_path, **OPTIONS)
     monkeypatch.setattr(proof, "TESTED", frozenset([name]))

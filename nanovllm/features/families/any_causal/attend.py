@@ -22,7 +22,8 @@ from nanovllm.ops.step_inputs import StepInputs
 
 NAME = "nanovllm"
 DRY_RUN = "nanovllm_dry_run"
-"""The names of `attend` and `record` in transformers' table of attention functions."""
+TRIAL = "nanovllm_trial"
+"""The names of `attend`, `record` and `keep` in transformers' table of attention functions."""
 
 HARMLESS = frozenset(
     (
@@ -42,8 +43,9 @@ class Step:
     """Holds what all layers share while a step runs.
 
     Attributes:
-        inputs: the step's inputs, prepared for each form of a cache: see `AttentionLayer.form`.
+        inputs: the step's inputs, prepared for each form of a cache: see `AttentionLayer.form`. Empty if no step runs.
         origin: int32 [num_tokens], zeros. transformers has rotated queries and keys, so the kernel rotates by nothing.
+        angles: {a tensor of cosines: its table}. transformers makes the tensors once a step, for all layers or a kind.
     """
 
     inputs: dict[tuple[int, ...], StepInputs] = field(default_factory=dict)
@@ -51,6 +53,19 @@ class Step:
     origin: Tensor = field(default_factory=lambda: torch.empty(0))
     norms: dict[int, NormRope] = field(default_factory=dict)
     """{head_dim: no norms, and a table of one row, with the cosine and the sine of 0}."""
+    angles: dict[Tensor, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    def find_angles(self, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Return a table of angles as `NormRope` has it, and each token's row in it.
+
+        Args:
+            cos, sin: [1, num_tokens, head_dim]; both halves of a row are equal.
+        """
+        if cos not in self.angles:
+            half = cos.shape[-1] // 2
+            table = torch.cat((cos[0, :, :half], sin[0, :, :half]), 1).float()
+            self.angles[cos] = (table, torch.arange(len(table), dtype=torch.int32, device=table.device))
+        return self.angles[cos]
 
 
 class AttentionLayer:
@@ -99,6 +114,16 @@ class AttentionLayer:
     def form(self) -> tuple[int, ...]:
         return self.num_heads, self.kv_heads, self.stored_dim
 
+    def has_plain_heads(self, position_embeddings: Any) -> bool:
+        """Return whether a step runs, and this layer rotates all elements of its heads, and stores them unpadded.
+
+        Args:
+            position_embeddings: cosines and sines, as transformers gives them to a module. Some modules get None.
+        """
+        if not self.step.inputs or self.source != self.number or position_embeddings is None:
+            return False
+        return bool(self.value_dim == self.stored_dim == position_embeddings[0].shape[-1])
+
     def make_cache(self, size: CacheSize, dtype: torch.dtype, device: torch.device) -> KVCache:
         """Return the blocks of this layer, empty. A layer that reads another layer's keys and values has none."""
         shape = (size.num_blocks, size.block_size, self.kv_heads, self.stored_dim)
@@ -108,20 +133,28 @@ class AttentionLayer:
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float, sinks: Tensor | None) -> Tensor:
         """q [num_heads, num_tokens, dim], k and v likewise -> [num_tokens, num_heads, value_dim]."""
-        step = self.step
-        cache = step.caches[self.source]
-        assert isinstance(cache, KVCache)
-        dim = cache.keys.shape[3]
-        inputs = step.inputs[self.form]
+        dim = self.stored_dim
         if self.source == self.number:
             qkv = torch.cat((pad(q, dim), pad(k, dim), pad(v, dim))).transpose(0, 1).flatten(1)
-            q = self.backend.norm_rope_store(qkv, step.norms[dim], step.origin, cache, inputs.slots)
+            q = self.store(qkv, self.step.norms[dim], self.step.origin)
         else:
             q = pad(q, dim).transpose(0, 1).contiguous()
+        return self.read(q, scale, sinks)[..., : self.value_dim]
+
+    def store(self, qkv: Tensor, norms: NormRope, positions: Tensor) -> Tensor:
+        """Norm and rotate q and k, store k and v, and return q: see `norm_rope_store_reference`."""
+        step = self.step
+        cache: Any = step.caches[self.number]
+        return self.backend.norm_rope_store(qkv, norms, positions, cache, step.inputs[self.form].slots)
+
+    def read(self, q: Tensor, scale: float, sinks: Tensor | None = None) -> Tensor:
+        """Attend to the stored keys and values. q [num_tokens, num_heads, stored_dim] -> the same shape."""
+        step = self.step
+        cache: Any = step.caches[self.source]
         variant = self.variant
         if variant is not None and sinks is not None:
             variant = variant._replace(sinks=sinks.float())
-        return self.backend.attend(q, cache, inputs, scale, variant)[..., : self.value_dim]
+        return self.backend.attend(q, cache, step.inputs[self.form], scale, variant)
 
 
 def pad(x: Tensor, dim: int) -> Tensor:
@@ -146,6 +179,12 @@ def attend(
     layer: AttentionLayer = module.__dict__["nanovllm_layer"]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     return layer.attend(query[0], key[0], value[0], scale, s_aux)[None], None
+
+
+def keep(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: None, **named: Any) -> tuple[Tensor, None]:
+    """Keep what a module gives to attention, in the module: see `whole.py`. Returns the queries."""
+    module.__dict__["kept"] = (query[0], key[0], value[0], named)
+    return query.transpose(1, 2).contiguous(), None
 
 
 # ---- the dry run
@@ -266,4 +305,5 @@ def register() -> None:
 
     AttentionInterface.register(NAME, attend)
     AttentionInterface.register(DRY_RUN, record)
+    AttentionInterface.register(TRIAL, keep)
     AttentionMaskInterface.register(DRY_RUN, describe_mask)

@@ -20,6 +20,7 @@ from nanovllm.backends import Backend, LayerCache
 from nanovllm.config import ResolvedConfig
 from nanovllm.features.families.any_causal.attend import DRY_RUN, NAME, Step, recording, register
 from nanovllm.features.families.any_causal.layers import Embedding, Head, Swap, find_scale, list_leaves
+from nanovllm.features.families.any_causal.whole import take_whole
 from nanovllm.models.layers.embedding import LMHead
 from nanovllm.models.layers.linear import MatrixModule
 from nanovllm.models.layers.parallel import Parallel
@@ -178,7 +179,9 @@ class AnyDecoder(nn.Module):
             self._take_body()
             with torch.device("meta"):
                 self._swap_ends()
-                Swap(self.backend).swap_children(self.body)
+                swap = Swap(self.backend)
+                swap.swap_children(self.body)
+                take_whole(self.body, swap)
             self.layers = self._run_dry(int(config.num_hidden_layers))
         except ValueError as error:
             name = type(self.hf).__name__
@@ -340,6 +343,7 @@ class AnyDecoder(nn.Module):
         finally:
             step.inputs = {}
             step.caches = []
+            step.angles = {}
         hidden: Tensor = output[0][0]
         return hidden
 

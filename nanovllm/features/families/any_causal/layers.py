@@ -256,7 +256,7 @@ class Swap:
         self._backend = backend
         self._results: dict[Any, Any] = {}
 
-    def _try(self, trial: Callable[[nn.Module], T], module: nn.Module) -> T | None:
+    def try_once(self, trial: Callable[[nn.Module], T], module: nn.Module) -> T | None:
         """Return the result of a trial; None if it fails. Modules of one class with the same settings are tried once.
 
         transformers' modules may fail with any error on numbers that they were not made for.
@@ -293,18 +293,18 @@ class Swap:
         if hasattr(module, "is_concatenated") and hasattr(module, "num_experts"):
             from nanovllm.features.families.any_causal.experts import GroupedExperts, is_mixture
 
-            if self._try(is_mixture, module):
+            if self.try_once(is_mixture, module):
                 return GroupedExperts(module, self._backend)
             if int(module.num_experts) > MOST_COPIED_EXPERTS:  # type: ignore[arg-type]
                 raise ValueError(
                     f"its mixture of {module.num_experts} experts ({type(module).__name__}) is none that the grouped "
                     f"kernels compute, and without them more than {MOST_COPIED_EXPERTS} experts take too much memory"
                 )
-        if self._try(is_swiglu, module):
+        if self.try_once(is_swiglu, module):
             names = STACKS["gate_up_proj"]
             down = Linear(module.get_submodule("down_proj"), "down_proj")  # type: ignore[arg-type]
             return SwiGLU(Stack([getattr(module, part) for part in names], names), down, self._backend)
-        plus = self._try(find_plus, module)
+        plus = self.try_once(find_plus, module)
         return None if plus is None else Norm(module, plus, self._backend)
 
     def _stack(self, parent: nn.Module, stack_name: str, names: tuple[str, ...]) -> None:
@@ -314,7 +314,7 @@ class Swap:
         are_alike = len({(matrix.in_features, matrix.bias is None) for matrix in found}) == 1
         if len(found) < len(names) or not are_alike or hasattr(parent, stack_name):
             return
-        if stack_name == "gate_up_proj" and self._try(is_swiglu, parent):
+        if stack_name == "gate_up_proj" and self.try_once(is_swiglu, parent):
             return
         stack = Stack(found, names)
         setattr(parent, stack_name, stack)
