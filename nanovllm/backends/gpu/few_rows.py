@@ -148,9 +148,14 @@ class Cut(NamedTuple):
     part_steps: int
 
 
+def choose_columns(out_size: int) -> tuple[int, int]:
+    """Return the columns of a tile, and the stages of its loop."""
+    return (64, 4) if out_size >= MANY_COLUMNS else (32, 6)
+
+
 def cut_matrix(out_size: int, in_size: int) -> Cut:
     """Cut a matrix [out_size, in_size]. No number of rows is asked for, so the order of a sum depends on none."""
-    columns, stages = (64, 4) if out_size >= MANY_COLUMNS else (32, 6)
+    columns, stages = choose_columns(out_size)
     block_k = min(MAX_BLOCK_K, in_size & -in_size)
     num_steps = in_size // block_k
     num_tiles = max(1, ceil_div(out_size, columns))
