@@ -1,4 +1,5 @@
-"""Measures how near our kernels come to what this GPU can do: attention, the fused small kernels, the sampler.
+"""Measures how near our kernels come to what this GPU can do: attention, the fused small kernels, the sampler, and
+products of few rows beside torch's.
 
 Every figure stands beside a ceiling measured in the same run. Kernels that all but only read are compared with the sum
 of a large tensor, others with a large copy, and FLOP with a large bfloat16 matmul. CUDA graphs capture the launches,
@@ -21,6 +22,7 @@ from unittest import mock
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -28,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.measuring import commit, make_inputs
 from nanovllm.backends import Backend
 from nanovllm.backends.gpu import launch as launch_module
+from nanovllm.backends.gpu.few_rows import MAX_ROWS, FewRowsMatrix
 from nanovllm.backends.gpu.route import route
 from nanovllm.engine.plan import ROW_SAMPLING
 from nanovllm.ops.norm_rope_store import NormRope
@@ -267,6 +270,72 @@ def small_kernels(backend: Backend, model: Model, num_tokens: int) -> Iterator[t
     yield "norm_rope_store", time_both(launches), 2 * size + num_tokens * head_dim * 4
 
 
+def list_products(model: Model) -> dict[str, tuple[int, int]]:
+    """Return the shapes [out, in] of the matrices of a layer, and of the head."""
+    queries = model.num_heads * model.head_dim
+    keys = model.num_kv_heads * model.head_dim
+    return {
+        "qkv": (queries + 2 * keys, model.hidden_size),
+        "o": (model.hidden_size, queries),
+        "gate_up": (2 * model.intermediate_size, model.hidden_size),
+        "down": (model.hidden_size, model.intermediate_size),
+        "head": (VOCAB_SIZE, model.hidden_size),
+    }
+
+
+def make_weights(out_size: int, in_size: int) -> list[Tensor]:
+    """Return matrices that are together larger than the L2 cache."""
+    return [in_size**-0.5 * randn(out_size, in_size) for _ in range(num_sets(out_size * in_size * ITEMSIZE))]
+
+
+def bench_products(bench: Bench, name: str, rows: list[int]) -> None:
+    """Time products of few rows: torch's, and those of our own kernel, which no engine uses by itself."""
+    for product, (out_size, in_size) in list_products(MODELS[name]).items():
+        weights = make_weights(out_size, in_size)
+        matrices = [FewRowsMatrix(weight) for weight in weights]
+        for num_rows in rows:
+            x = randn(num_rows, in_size)
+            size = (out_size * in_size + num_rows * (out_size + in_size)) * ITEMSIZE
+            shape = f"{num_rows}, {product}"
+            launches = [lambda x=x, weight=weight: F.linear(x, weight) for weight in weights]
+            bench.add_read("torch product", name, shape, time_both(launches), size)
+            launches = [lambda x=x, matrix=matrix: matrix.multiply(x) for matrix in matrices]
+            bench.add_read("own product", name, shape, time_both(launches), size)
+
+
+def run_mlp(backend: Backend, norm: Tensor, x: Tensor, residual: Tensor, gate_up: Tensor, down: Tensor) -> None:
+    """Run an MLP and the norm before it as a layer does, by torch's products."""
+    normed, _ = backend.add_rms_norm(x, residual, norm, 1e-6)
+    F.linear(backend.silu_and_mul(F.linear(normed, gate_up)), down)
+
+
+def run_own_mlp(backend: Backend, norm: Tensor, x: Tensor, gate_up: FewRowsMatrix, down: FewRowsMatrix) -> None:
+    """Run the same by our own products, of the sum of x and the residual. So it ends with the next sum."""
+    normed = backend.rms_norm(x, norm, 1e-6)
+    down.multiply(gate_up.multiply_gated(normed), None, x)
+
+
+def bench_mlp(bench: Bench, name: str, backend: Backend, rows: list[int]) -> None:
+    """Time an MLP with the norm before it, as a layer has it: by torch's products, and by our own.
+
+    With dependent launches this is what our own kernel is for: it asks for its weights while a norm runs.
+    """
+    model = MODELS[name]
+    hidden = model.hidden_size
+    size = 3 * hidden * model.intermediate_size * ITEMSIZE
+    norm = randn(hidden)
+    shapes = (2 * model.intermediate_size, hidden), (hidden, model.intermediate_size)
+    pairs = [tuple(shape[1] ** -0.5 * randn(*shape) for shape in shapes) for _ in range(num_sets(size))]
+    own_pairs = [tuple(map(FewRowsMatrix, pair)) for pair in pairs]
+    for num_rows in rows:
+        x = randn(num_rows, hidden)
+        residual = randn(num_rows, hidden)
+        launches = [lambda x=x, r=residual, pair=pair: run_mlp(backend, norm, x, r, *pair) for pair in pairs]
+        bench.add_read("torch mlp", name, str(num_rows), time_both(launches), size)
+        launches = [lambda x=x, pair=pair: run_own_mlp(backend, norm, x, *pair) for pair in own_pairs]
+        bench.add_read("own mlp", name, str(num_rows), time_both(launches), size)
+
+
 def bench_sampler(bench: Bench, backend: Backend, batches: list[int]) -> None:
     """Time the sampler. Percent is of reading the logits once, which is all that sampling without a filter needs."""
     kinds = {
@@ -320,7 +389,11 @@ def main() -> None:
     parser.add_argument("--contexts", nargs="+", type=int, default=[512, 1024, 4096, 16384])
     parser.add_argument("--kv-cache-dtype", choices=KV_TYPES, default="auto", help="of decode attention")
     parser.add_argument("--tokens", nargs="+", type=int, default=[256, 16384], help="sizes for the small kernels")
+    parser.add_argument("--rows", nargs="+", type=int, default=[1, 8, 16, 32], help="of the products of few rows")
+    parser.add_argument("--only-products", action="store_true", help="time these products and the MLP alone")
     args = parser.parse_args()
+    if max(args.rows) > MAX_ROWS:
+        sys.exit(f"--rows has {max(args.rows)}, and our own product takes at most {MAX_ROWS} rows")
     if not torch.cuda.is_available():
         sys.exit("bench_kernels.py measures GPU kernels, and there is no CUDA device here (torch.cuda.is_available())")
 
@@ -339,14 +412,19 @@ def main() -> None:
     rates = f"copy {bench.copy_gbs:.0f} GB/s, read {bench.read_gbs:.0f} GB/s"
     print(f"ceilings: {rates}, bf16 matmul {bench.matmul_tflops:.0f} TFLOP/s")
     for name in args.models:
+        bench_products(bench, name, args.rows)
+        bench_mlp(bench, name, backends[0], args.rows)
+        if args.only_products:
+            continue
         for backend in backends:
             bench_decode(bench, name, backend, args.batches, args.contexts, KV_TYPES[args.kv_cache_dtype])
             bench_prefill(bench, name, backend)
         for num_tokens in args.tokens:
             for kernel, times, nbytes in small_kernels(backends[0], MODELS[name], num_tokens):
                 bench.add_copy(kernel, name, f"{num_tokens} tokens", times, nbytes)
-    bench_sampler(bench, backends[0], args.batches)
-    bench_routing(bench)
+    if not args.only_products:
+        bench_sampler(bench, backends[0], args.batches)
+        bench_routing(bench)
     ceilings = {name: round(getattr(bench, name), 1) for name in ("copy_gbs", "read_gbs", "matmul_tflops")}
     results = [asdict(result) for result in bench.results]
     for result in results:

@@ -1,22 +1,24 @@
 """Times decode steps of 1 to 512 sequences after 100 prompt tokens, and says what the host does meanwhile.
 
-    python scripts/gpu_steps.py [--model qwen3-0.6b] [--quantization int8] [--kv-cache-dtype int8]
+    python scripts/gpu_steps.py [--model qwen3-0.6b] [--quantization int8] [--kv-cache-dtype int8] [--own-products]
 
 Random weights. 15 steps come before those that are timed. A line has the time of a step, how long the device computed,
 and what the host did. While the device computes a step, the host plans and launches the next one. Then it waits for the
-first.
+first. With --own-products, steps of at most 32 sequences multiply by our own kernel in place of cuBLAS.
 """
 
 import argparse
 import sys
 import time
 from collections import defaultdict
+from contextlib import nullcontext
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 
+from benchmarks.own_products import own_products
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.plan import StepResult
 from nanovllm.engine.scheduled_step import ScheduledStep
@@ -74,12 +76,15 @@ def main() -> None:
     parser.add_argument("--model", default="qwen3-0.6b")
     parser.add_argument("--quantization")
     parser.add_argument("--kv-cache-dtype", default="auto")
+    parser.add_argument("--own-products", action="store_true")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("gpu_steps.py measures a GPU, and there is no CUDA device here (torch.cuda.is_available())")
-    options = vars(args) | {"load_format": "dummy", "max_num_seqs": max(NUM_SEQS)}
+    options = vars(args).copy()
+    switch = own_products() if options.pop("own_products") else nullcontext()
+    options |= {"load_format": "dummy", "max_num_seqs": max(NUM_SEQS)}
     recorder = Recorder()
-    with LLM(**options) as llm:
+    with switch, LLM(**options) as llm:
         llm.observe(recorder)
         for num_seqs in NUM_SEQS:
             seconds = time_steps(llm, recorder, num_seqs)

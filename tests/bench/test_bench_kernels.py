@@ -22,7 +22,8 @@ from nanovllm.backends.gpu.rms_norm import rms_norm
 READ_GBS = 200.0
 COPY_GBS = 100.0
 MATMUL_TFLOPS = 3.0
-READING = {"triton decode", "sample", "token_logprobs", "route"}
+PRODUCTS = {"torch product", "own product", "torch mlp", "own mlp"}
+READING = {"triton decode", "sample", "token_logprobs", "route"} | PRODUCTS
 """Kernels that write next to nothing."""
 COPYING = {"rms_norm", "add_rms_norm", "silu_and_mul", "norm_rope_store"}
 
@@ -55,6 +56,13 @@ def test_both_figures_are_measured_of_the_same_launches(monkeypatch: pytest.Monk
     assert all(config["PDL"] and config["launch_pdl"] for config in dependent)
 
 
+def run_once(launches: list[Callable[[], object]], before: Callable[[], None] | None = None) -> Times:
+    """Take the place of `time_both`. Products run: in the rehearsal they take few milliseconds."""
+    if before is None and len(launches) == 1:
+        launches[0]()
+    return Times(us=8.0, dependent_us=2.0)
+
+
 def test_every_kernel_stands_beside_its_own_ceiling(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -67,16 +75,21 @@ def test_every_kernel_stands_beside_its_own_ceiling(
         bench.results = []
 
     monkeypatch.setattr(Bench, "__init__", set_ceilings)
-    monkeypatch.setattr(bench_kernels, "time_both", lambda launches, before=None: Times(us=8.0, dependent_us=2.0))
+    monkeypatch.setattr(bench_kernels, "time_both", run_once)
     monkeypatch.setattr(bench_kernels, "num_sets", lambda nbytes: 1)
     monkeypatch.setattr(bench_kernels, "PREFILLS", {"1 x 16": (1, 16, 0)})
     monkeypatch.setattr(bench_kernels, "MODELS", {"0.6B": Model(4, 2, 32, 64, 96)})
     monkeypatch.setattr(bench_kernels, "VOCAB_SIZE", 500)
     arguments = ["--models", "0.6B", "--backends", "triton", "--batches", "2", "--contexts", "64", "--tokens", "16"]
-    with mock.patch.object(sys, "argv", ["bench_kernels.py", *arguments]), rehearse():
-        bench_kernels.main()
-    *lines, last = capsys.readouterr().out.splitlines()
-    results: list[dict[str, Any]] = json.loads(last)["results"]
+
+    def run(*more: str) -> tuple[list[str], list[dict[str, Any]]]:
+        with mock.patch.object(sys, "argv", ["bench_kernels.py", *arguments, *more]), rehearse():
+            bench_kernels.main()
+        *lines, last = capsys.readouterr().out.splitlines()
+        return lines, json.loads(last)["results"]
+
+    assert {result["kernel"] for result in run("--only-products", "--rows", "3")[1]} == PRODUCTS
+    lines, results = run()
     assert {result["kernel"] for result in results} == READING | COPYING | {"triton prefill"}
     for result in results:
         rates = {"triton prefill": 1e6 * MATMUL_TFLOPS} | dict.fromkeys(COPYING, 1e3 * COPY_GBS)
@@ -87,3 +100,9 @@ def test_every_kernel_stands_beside_its_own_ceiling(
     printed = [line for line in lines if "floor" in line]
     assert len(printed) == len(results)
     assert all("8.0 us:" in line and "2.0 us with dependent launches" in line for line in printed)
+
+
+def test_more_rows_than_our_own_product_takes_are_refused() -> None:
+    with mock.patch.object(sys, "argv", ["bench_kernels.py", "--rows", "33"]), pytest.raises(SystemExit) as caught:
+        bench_kernels.main()
+    assert "at most 32 rows" in str(caught.value)

@@ -45,6 +45,7 @@ from helpers.quantized_cases import FORMATS, make_codes
 
 from nanovllm.backends import Backend, make_backend
 from nanovllm.backends.gpu.edit_logits import edit_logits
+from nanovllm.backends.gpu.few_rows import MAX_ROWS, FewRowsMatrix
 from nanovllm.backends.gpu.gate_and_mul import silu_and_mul
 from nanovllm.backends.gpu.hybrids import Operators as TritonHybridOperators
 from nanovllm.backends.gpu.norm_rope_store import norm_rope_store
@@ -376,3 +377,40 @@ def test_rounded_products_have_the_bits_of_the_reference_eager_and_replayed(dtyp
     expected = DynamicMatrix(codes, dtype).multiply(x, None)
     for got in (matrix.multiply(x, None), y):
         assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, BF16])
+@pytest.mark.parametrize(("out_size", "in_size"), [(6144, 1024), (1024, 3072), (24576, 4096), (4096, 12288), (200, 64)])
+def test_products_of_few_rows_are_torch_s_and_the_same_in_any_batch(
+    out_size: int, in_size: int, dtype: torch.dtype
+) -> None:
+    """Captured one after another, as in a step, where each may start while the one before still runs.
+
+    A row has the same bits alone, at another place, and among others.
+    """
+    matrix = FewRowsMatrix((torch.randn(out_size, in_size, device=CUDA) * in_size**-0.5).to(dtype))
+    x = torch.randn(MAX_ROWS, in_size, device=CUDA).to(dtype)
+    residual = torch.randn(MAX_ROWS, out_size, device=CUDA).to(dtype)
+    product = torch.nn.functional.linear(x.float(), matrix._weight.float())
+    eps = torch.finfo(dtype).eps
+
+    def step() -> list[torch.Tensor]:
+        return [matrix.multiply(x, None, residual), matrix.multiply_gated(x), matrix.multiply(x)]
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        added, gated, plain = step()
+    for _ in range(3):
+        graph.replay()
+    expected = [product + residual.float(), silu_and_mul_reference(product), product]
+    for found, wanted in zip([added, gated, plain], expected, strict=True):
+        torch.testing.assert_close(found.float(), wanted, rtol=4 * eps, atol=4 * eps)
+    for num_rows in (1, 7, 16):
+        assert torch.equal(matrix.multiply(x[-num_rows:]), plain[-num_rows:])
+        assert torch.equal(matrix.multiply_gated(x[-num_rows:]), gated[-num_rows:])

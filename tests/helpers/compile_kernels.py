@@ -31,6 +31,7 @@ from nanovllm.backends.gpu import (
     combine,
     decode_codes,
     edit_logits,
+    few_rows,
     gate_and_mul,
     gated_delta,
     gated_rms_norm,
@@ -109,7 +110,13 @@ CODES = {"*i8": 80, "*fp8e4nv": 89}
 """A pointer to each type of codes in a cache, and the first architecture that knows it."""
 
 
-COUNTED = ("_choose_experts_kernel", "_sort_pairs_kernel", "_rounded_linear_kernel", "_grouped_rounded_kernel")
+COUNTED = (
+    "_choose_experts_kernel",
+    "_sort_pairs_kernel",
+    "_rounded_linear_kernel",
+    "_grouped_rounded_kernel",
+    "_few_rows_kernel",
+)
 """Kernels whose instructions are counted."""
 
 
@@ -221,6 +228,9 @@ def launches(models: dict[str, Model], block_sizes: tuple[int, ...], arch: int, 
             yield from launch_attention(group, head_dim, block_sizes[0], cache, variant, ahead=True)
     for kernel, config, types in quantized_launches(FORMATS[:2] if len(block_sizes) == 1 else FORMATS, itemsize):
         yield launch(kernel, config, **types)
+    if itemsize == 2:
+        for config in few_rows_configs():
+            yield launch(few_rows._few_rows_kernel, config)
     yield launch(gate_and_mul._gate_and_mul_kernel, gate_and_mul.gate_and_mul_config(silu=True))
     num_chunks = -(-VOCAB_SIZE // sample.CHUNK)
     # Edited logits are float32.
@@ -234,6 +244,16 @@ def launches(models: dict[str, Model], block_sizes: tuple[int, ...], arch: int, 
     for has_masks, has_counts in ((True, False), (False, True), (True, True)):
         config = edit_logits.edit_config(has_masks, has_counts)
         yield launch(edit_logits._edit_kernel, config, logits_ptr="*fp32")
+
+
+def few_rows_configs() -> Iterator[dict[str, int]]:
+    """Yield the constexprs of products of few rows: those of qkv, o, gate and up, down and the head of 0.6B and 8B."""
+    for hidden, queries, intermediate in ((1024, 2048, 3072), (4096, 4096, 12288)):
+        for out_size, in_size in ((queries + 2048, hidden), (VOCAB_SIZE, hidden)):
+            yield few_rows.few_rows_config(few_rows.cut_matrix(out_size, in_size), True, False, False)
+        for in_size in (queries, intermediate):
+            yield few_rows.few_rows_config(few_rows.cut_matrix(hidden, in_size), False, True, False)
+        yield few_rows.few_rows_config(few_rows.cut_matrix(2 * intermediate, hidden), False, False, True)
 
 
 def quantized_launches(
@@ -297,6 +317,7 @@ def compile_launch(launch: Launch, arch: int) -> dict[str, Any]:
         "narrow_loads": loads.count("16"),
         "wide_loads": len(re.findall(r"\bld\.global\S*\.v4", ptx)),
         "dependent": compiled.metadata.launch_pdl,
+        "asked_ahead": len(re.findall(r"\bprefetch\.", ptx.partition("griddepcontrol.wait")[0])),
         "order": re.findall(r"griddepcontrol\.\w+|\b(?:ld|st|atom|red|cp)\.\S*global", ptx)[:3],
     }
     return {**result, "types": overrides, "shared": compiled.metadata.shared, **usage}

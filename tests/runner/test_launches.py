@@ -19,14 +19,17 @@ pytest.importorskip("triton")
 
 from helpers.pretend_cuda import DEVICE, Operators, noted, pretend_runner, unscored_plan
 
+from benchmarks.own_products import own_products
 from nanovllm.backends.gpu import paged_decode, paged_prefill
 from nanovllm.backends.gpu.combine import combine
 from nanovllm.backends.gpu.cuda_graphs import CudaGraphs
+from nanovllm.backends.gpu.few_rows import MAX_ROWS
 from nanovllm.backends.gpu.grouped_linear import grouped_linear
 from nanovllm.backends.gpu.startup import keep_one_layer_of_each_kind
 from nanovllm.backends.steps import EAGER
 from nanovllm.config import MAX_NUM_SEQS
 from nanovllm.features.families.qwen3_moe.ops import Routing
+from nanovllm.models.layers.parallel import Parallel
 from nanovllm.ops.attention import AttentionVariant, KVCache
 
 LAYERS = 28
@@ -46,6 +49,47 @@ def test_a_step_of_decodes_launches_what_it_must_and_nothing_else() -> None:
     # Four matrices a layer and the LM head; the embedding; the tokens for the rows' next step.
     assert operators.counts == {"linear": 4 * LAYERS + 1, "embedding": 1, "index_put_": 1}
     assert len(launches) + operators.counts.total() == 261
+
+
+def test_own_products_take_the_activation_and_the_residual_along() -> None:
+    """A layer has one launch fewer. More rows than a tile has are torch's, as without them."""
+    with own_products(), pretend_runner() as runner:
+        graphs = CudaGraphs(runner)
+        for num_rows in (1, MAX_ROWS, MAX_ROWS + 1):
+            with noted() as launches, Operators() as operators:
+                graphs.run_once(num_rows)
+            counts = Counter(launch.kernel.__name__ for launch in launches)
+            if num_rows > MAX_ROWS:
+                assert counts == ONCE | dict.fromkeys(A_LAYER, LAYERS) | {"_rms_norm_kernel": 2 * LAYERS + 1}
+                assert operators.counts["linear"] == 4 * LAYERS + 1
+                continue
+            in_layers = {name: LAYERS for name in A_LAYER if name != "_gate_and_mul_kernel"}
+            own = {"_few_rows_kernel": 4 * LAYERS + 1, "_rms_norm_kernel": 2 * LAYERS + 1}
+            assert counts == ONCE | in_layers | own
+            assert operators.counts == {"embedding": 1, "index_put_": 1}
+            assert len(launches) + operators.counts.total() == 261 - LAYERS
+            configs = [launch.config for launch in launches if launch.kernel.__name__ == "_few_rows_kernel"]
+            followed = Counter((config["SILU"], config["HAS_RESIDUAL"]) for config in configs)
+            # Those of qkv, the last down and the head; of gate and up; of o and the other downs.
+            assert followed == {(False, False): LAYERS + 2, (True, False): LAYERS, (False, True): 2 * LAYERS - 1}
+
+
+def test_own_products_of_a_layer_with_experts_are_followed_by_what_follows_torch_s() -> None:
+    """Those of attention, of the router, and of the head. Several ranks are refused."""
+    layers = 48
+    with own_products(), pretend_runner("qwen3-30b-a3b") as runner:
+        graphs = CudaGraphs(runner)
+        with noted() as launches, Operators() as operators:
+            graphs.run_once(8)
+    counts = Counter(launch.kernel.__name__ for launch in launches)
+    assert counts["_few_rows_kernel"] == 3 * layers + 1 and counts["_rms_norm_kernel"] == 2 * layers + 1
+    assert operators.counts == {"embedding": 1, "index_put_": 1}
+    with (
+        own_products(),
+        pytest.raises(ValueError, match="tensor_parallel_size is 2"),
+        pretend_runner(parallel=Parallel(0, 2)),
+    ):
+        pass
 
 
 def test_experts_need_no_value_on_the_host_either() -> None:

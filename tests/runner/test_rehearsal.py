@@ -30,9 +30,11 @@ from helpers.rehearsal.timeline import has_passed
 from safetensors.torch import load_file
 from transformers import Qwen3_5MoeForCausalLM, Qwen3MoeForCausalLM
 
+from benchmarks.own_products import own_products
 from nanovllm import LLM, SamplingParams, StructuredOutputsParams
-from nanovllm.backends.gpu import device
+from nanovllm.backends.gpu import device, few_rows
 from nanovllm.backends.gpu.cuda_graphs import CudaGraphs
+from nanovllm.backends.gpu.few_rows import Cut
 from nanovllm.backends.gpu.memory import GpuMemory
 from nanovllm.features.drafts.speculation import Speculation
 from nanovllm.features.edits import editing
@@ -201,6 +203,24 @@ def test_a_window_a_cap_and_sinks(options: dict[str, str], dense: Path) -> None:
     with give_variant(AttentionVariant(9, 2.0, torch.tensor([0.5, -1.0]))):
         expected = expect(dense, params, **{"dtype": "float32"} | options)
         assert_close(serve(dense, params, **options), expected)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_own_products_of_few_rows(dtype: str, dense: Path) -> None:
+    """The switch of the benchmarks: prompts in chunks of 16 tokens and decodes as graphs, all by our own products.
+
+    Sums of the second engine are cut into three parts. New weights are read where the old ones were.
+    """
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=9)
+    expected = expect(dense, params, dtype=dtype)
+    with own_products():
+        found = serve(dense, params, dtype=dtype)
+        assert_close(found, expected)
+        cut = Cut(columns=16, stages=3, block_k=16, parts=2, part_steps=1)
+        with mock.patch.object(few_rows, "cut_matrix", lambda out_size, in_size: cut._replace(parts=in_size // 16)):
+            assert_close(serve(dense, params, dtype=dtype), expected)
+    torch_s = serve(dense, params, dtype=dtype)
+    assert tokens(torch_s) == tokens(found)
 
 
 def test_states_of_rows(hybrid: Path) -> None:

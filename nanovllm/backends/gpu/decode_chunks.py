@@ -4,11 +4,8 @@ sequence merges the sequence's chunks.
 The reference is `attend_reference` in ops/attention.py.
 """
 
-from nanovllm.backends.gpu.triton_shim import INTERPRETED, tl, triton
-
-_IS_COMPILED = tl.constexpr(not INTERPRETED)
-LINE_BYTES = tl.constexpr(128)
-"""The bytes that one prefetch brings into the L2 cache."""
+from nanovllm.backends.gpu.l2_cache import LINE_BYTES, prefetch_lines
+from nanovllm.backends.gpu.triton_shim import tl, triton
 
 
 @triton.jit
@@ -31,48 +28,40 @@ def find_chunk(items_ptr, first_item_ptr, item, TILE: tl.constexpr, WINDOW: tl.c
 
 
 @triton.jit
-def prefetch_chunk(
+def prefetch_following(
     caches,
-    strides,
-    items_ptr,
-    first_item_ptr,
-    block_tables_ptr,
-    table_stride,
+    lists,
     item,
+    end_item,
     head,
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
-    """Ask for the first tile of K and V of a chunk, so that it is in the L2 cache when the chunk's turn comes.
+    """Ask for the first tile of K and V of a program's next chunk, so that it is in the L2 cache at the chunk's turn.
 
-    It is called while the output of the chunk before is still to be stored. Nothing waits for it, and the numbers that
-    it loads to find the tile are in the L1 cache when they are loaded again.
+    It is called while the output of `item` is still to be stored. Nothing waits for it, and the numbers that it loads
+    to find the tile are in the L1 cache when they are loaded again. After the last chunk it asks for that one again.
 
     Args:
-        caches: pointers to keys and values, of HEAD_DIM elements a head.
-        strides: of pages, tokens and heads, in elements.
+        caches: pointers to keys and values, of HEAD_DIM elements a head; strides of pages, tokens and heads, in
+            elements.
+        lists: pointers to items, first_item and block_tables, and the stride of the tables.
+        end_item: the number after the program's last chunk.
     """
-    k_cache_ptr, v_cache_ptr = caches
-    page_stride, token_stride, head_stride = strides
-    seq, begin, end, _, _ = find_chunk(items_ptr, first_item_ptr, item, TILE, WINDOW)
+    k_cache_ptr, v_cache_ptr, page_stride, token_stride, head_stride = caches
+    items_ptr, first_item_ptr, block_tables_ptr, table_stride = lists
+    following = tl.minimum(item + 1, end_item - 1)
+    seq, begin, end, _, _ = find_chunk(items_ptr, first_item_ptr, following, TILE, WINDOW)
     # Padding has a chunk without keys: block 0 stands for a table's entry, which is not written there.
     page = tl.load(block_tables_ptr + seq * table_stride + begin // BLOCK_SIZE, mask=begin < end, other=0)
     place = page.to(tl.int64) * page_stride + head * head_stride + (begin % BLOCK_SIZE) * token_stride
     ELEMENTS: tl.constexpr = LINE_BYTES * 8 // k_cache_ptr.dtype.element_ty.primitive_bitwidth
     LINES: tl.constexpr = max(HEAD_DIM // ELEMENTS, 1)
     line = tl.arange(0, TILE)[:, None] * token_stride + tl.arange(0, LINES)[None, :] * ELEMENTS
-    if _IS_COMPILED:
-        _prefetch(k_cache_ptr + place + line)
-        _prefetch(v_cache_ptr + place + line)
-
-
-@triton.jit
-def _prefetch(pointers):
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
-    )
+    prefetch_lines(k_cache_ptr + place + line)
+    prefetch_lines(v_cache_ptr + place + line)
 
 
 @triton.jit

@@ -13,7 +13,7 @@ In their assembly $2 is a register with two pairs, $0 gets their low bytes, and 
 The references are `attend_reference` in ops/attention.py and ops/kv_codes.py.
 """
 
-from nanovllm.backends.gpu.decode_chunks import find_chunk, finish_chunk, prefetch_chunk
+from nanovllm.backends.gpu.decode_chunks import find_chunk, finish_chunk, prefetch_following
 from nanovllm.backends.gpu.launch import wait_for_predecessor
 from nanovllm.backends.gpu.online_softmax import cap_scores, start_softmax, update_softmax
 from nanovllm.backends.gpu.triton_shim import INTERPRETED, tl, triton
@@ -182,11 +182,9 @@ def split_codes_kernel(
             odd = tl.dot(weights, v_odd, odd * shrink[:, None], input_precision="ieee")
 
         if AHEAD:
-            caches = (k_cache_ptr, v_cache_ptr)
-            strides = (page_stride, token_stride, head_stride)
+            caches = (k_cache_ptr, v_cache_ptr, page_stride, token_stride, head_stride)
             lists = (items_ptr, first_item_ptr, block_tables_ptr, table_stride)
-            following = tl.minimum(item + 1, end_item - 1)
-            prefetch_chunk(caches, strides, *lists, following, head, BLOCK_SIZE, TILE, HALF, WINDOW)
+            prefetch_following(caches, lists, item, end_item, head, BLOCK_SIZE, TILE, HALF, WINDOW)
         merge_pointers = (first_item_ptr, arrivals_ptr + head * num_seqs, partial_out_ptr, partial_lse_ptr)
         acc = tl.interleave(even, odd)
         numbers = (item, seq, num_parts, head, num_heads)

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nanovllm.backends.gpu.decode_chunks import find_chunk, finish_chunk, prefetch_chunk
+from nanovllm.backends.gpu.decode_chunks import find_chunk, finish_chunk, prefetch_following
 from nanovllm.backends.gpu.decode_codes import split_codes_kernel
 from nanovllm.backends.gpu.launch import launch, wait_for_predecessor
 from nanovllm.backends.gpu.online_softmax import cap_scores, read_variant, start_softmax, update_softmax
@@ -163,11 +163,9 @@ def _split_kernel(
             acc = tl.dot(weights.to(q.dtype), v, acc * shrink[:, None], input_precision="ieee")
 
         if AHEAD:
-            caches = (k_cache_ptr, v_cache_ptr)
-            strides = (page_stride, token_stride, head_stride)
+            caches = (k_cache_ptr, v_cache_ptr, page_stride, token_stride, head_stride)
             lists = (items_ptr, first_item_ptr, block_tables_ptr, table_stride)
-            following = tl.minimum(item + 1, end_item - 1)
-            prefetch_chunk(caches, strides, *lists, following, head, BLOCK_SIZE, TILE, HEAD_DIM, WINDOW)
+            prefetch_following(caches, lists, item, end_item, head, BLOCK_SIZE, TILE, HEAD_DIM, WINDOW)
         merge_pointers = (first_item_ptr, arrivals_ptr + head * num_seqs, partial_out_ptr, partial_lse_ptr)
         numbers = (item, seq, num_parts, head, num_heads)
         finish_chunk(out_ptr, acc, highest, total, merge_pointers, *numbers, GROUP, MAY_LACK_KEYS=WINDOW is not None)
