@@ -49,6 +49,7 @@ from nanovllm.backends.gpu import (
     token_logprobs,
     triton_shim,
 )
+from nanovllm.backends.gpu.round_groups import Rounding
 from nanovllm.ops.attention import AttentionVariant
 
 
@@ -167,11 +168,17 @@ def launches(models: dict[str, Model], block_sizes: tuple[int, ...], arch: int, 
         shape = (group, head_dim, block_size, itemsize, caches[cache], SHARED_KIB[arch])
         yield launch(paged_prefill._prefill_kernel, paged_prefill.prefill_config(*shape) | constants, **types)
 
+    # If they round nothing, what they write takes the place of codes and scales.
+    roundings: list[tuple[Rounding | None, dict[str, str]]] = [
+        (None, {"codes_ptr": own, "scales_ptr": own}),
+        (rounded_linear.ROUNDING, {"codes_ptr": "*i8"}),
+    ]
     for model in models.values():
         wide = "*fp32" if model.value_heads else own
-        for size in (model.hidden_size, model.head_dim):
-            for add in (False, True):
-                yield launch(rms_norm._rms_norm_kernel, rms_norm.rms_norm_config(size, add), weight_ptr=wide)
+        for size, add in product((model.hidden_size, model.head_dim), (False, True)):
+            for rounding, types in roundings:
+                config = rms_norm.rms_norm_config(size, add, rounding)
+                yield launch(rms_norm._rms_norm_kernel, config, weight_ptr=wide, **types)
         for block_size, (cache, cache_itemsize) in product(block_sizes, caches.items()):
             types = {}
             if cache in CODES:
@@ -199,7 +206,7 @@ def launches(models: dict[str, Model], block_sizes: tuple[int, ...], arch: int, 
             yield launch(causal_conv._causal_conv_kernel, causal_conv.causal_conv_config(4))
             config = gated_rms_norm.gated_rms_norm_config(model.value_heads, 128)
             yield launch(gated_rms_norm._gated_rms_norm_kernel, config)
-            yield launch(gate_and_mul._gate_and_mul_kernel, gate_and_mul.gate_and_mul_config(silu=False))
+            yield launch(gate_and_mul._gate_and_mul_kernel, gate_and_mul.gate_and_mul_config(False, None))
             for ranks in (1, 2, 4, 8):
                 config = gated_delta.head_config(16 // ranks, model.value_heads // ranks, 128, 128)
                 yield launch(gated_delta._gated_delta_kernel, config | gated_delta.TOKEN_CONFIG)
@@ -221,7 +228,8 @@ def launches(models: dict[str, Model], block_sizes: tuple[int, ...], arch: int, 
             yield from launch_attention(group, head_dim, block_sizes[0], cache, variant, ahead=True)
     for kernel, config, types in quantized_launches(FORMATS[:2] if len(block_sizes) == 1 else FORMATS, itemsize):
         yield launch(kernel, config, **types)
-    yield launch(gate_and_mul._gate_and_mul_kernel, gate_and_mul.gate_and_mul_config(silu=True))
+    for rounding, types in roundings:
+        yield launch(gate_and_mul._gate_and_mul_kernel, gate_and_mul.gate_and_mul_config(True, rounding), **types)
     num_chunks = -(-VOCAB_SIZE // sample.CHUNK)
     # Edited logits are float32.
     for kind, pointer in {dtype: own, torch.float32: "*fp32"}.items():

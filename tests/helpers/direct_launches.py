@@ -391,6 +391,7 @@ def missing_kernels() -> dict[str, list[str]]:
         "drafts, keys and values in int8": missing(serve_drafts, "qwen3-8b", draft="qwen3-0.6b", kv_cache_dtype="int8"),
         "states, keys and values in int8": missing(serve_prompts, "qwen3.5-0.8b", kv_cache_dtype="int8"),
         "int8": missing(serve_prompts, "qwen3-0.6b", quantized=(8, None)),
+        "int8-dynamic": missing(serve_logprobs, "qwen3-0.6b", quantized=(8, None, True)),
         "int8, log-probabilities": missing(serve_logprobs, "qwen3-0.6b", quantized=(8, None)),
         "int4 by group, few sequences": missing(serve_prompts, "qwen3-8b", quantized=(4, 128), max_num_seqs=4),
         "experts, int8": missing(serve_prompts, "qwen3-30b-a3b", quantized=(8, None)),

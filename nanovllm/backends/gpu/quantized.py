@@ -14,7 +14,7 @@ from nanovllm.backends.gpu.quantized_linear import (
     make_arrivals,
     quantized_linear,
 )
-from nanovllm.backends.gpu.rounded_linear import grouped_rounded, limit_rows, rounded_linear
+from nanovllm.backends.gpu.rounded_linear import ROUNDING, grouped_rounded, limit_rows, rounded_linear
 from nanovllm.features.quantized.codes import Codes
 from nanovllm.features.quantized.dynamic import GROUP
 from nanovllm.features.quantized.formats import Format
@@ -22,6 +22,7 @@ from nanovllm.features.quantized.torch_matrix import MatrixOperators, TorchMatri
 from nanovllm.models.layers.linear import PackedMatrix
 
 if TYPE_CHECKING:
+    from nanovllm.backends.gpu.triton_backend import TritonKernels
     from nanovllm.features.families.qwen3_moe.decoder import PackedExperts
     from nanovllm.features.families.qwen3_moe.ops import Routing
 
@@ -68,7 +69,7 @@ class RoundedTritonMatrix(TorchMatrix):
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """x [n, in] -> x W^T + bias [n, out]."""
-        return rounded_linear(x.contiguous(), self._codes, bias, self.row_limits)
+        return rounded_linear(x, self._codes, bias, self.row_limits)
 
     def rows(self, indices: Tensor) -> Tensor:
         return super().rows(indices)[:, : self._in_features].contiguous()
@@ -102,7 +103,7 @@ class RoundedTritonExperts:
 
     def multiply(self, x: Tensor, routing: "Routing", gather: bool) -> Tensor:
         """Do what `DynamicExperts.multiply` does."""
-        return grouped_rounded(x.contiguous(), self._codes, routing, gather)
+        return grouped_rounded(x, self._codes, routing, gather)
 
 
 def pad_rows(codes: Codes) -> Codes:
@@ -133,12 +134,21 @@ def _lay_by_column(values: Tensor) -> Tensor:
 
 
 class Operators(MatrixOperators):
-    """Makes matrices for the Triton kernels."""
+    """Makes matrices for the Triton kernels.
+
+    All matrices of a model round their inputs, or none does. If they do, the backend's norms and SiLU round what they
+    write, so that no kernel must do it later.
+    """
+
+    def __init__(self, backend: "TritonKernels") -> None:
+        self._backend = backend
 
     def make_matrix(self, codes: Codes, dtype: torch.dtype, rounds_inputs: bool) -> PackedMatrix:
+        self._backend.rounding = ROUNDING if rounds_inputs else None
         return RoundedTritonMatrix(codes, dtype) if rounds_inputs else TritonMatrix(codes, dtype)
 
     def make_experts(self, codes: Codes, dtype: torch.dtype, rounds_inputs: bool) -> "PackedExperts":
+        self._backend.rounding = ROUNDING if rounds_inputs else None
         return RoundedTritonExperts(codes) if rounds_inputs else TritonExperts(codes)
 
     def keep_place(self, old: Any, new: Any) -> Any:
