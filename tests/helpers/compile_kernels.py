@@ -39,6 +39,7 @@ from nanovllm.backends.gpu import (
     online_softmax,
     paged_decode,
     paged_prefill,
+    paired_linear,
     quantized_linear,
     rms_norm,
     rounded_linear,
@@ -259,6 +260,12 @@ def quantized_launches(
             tile = quantized_linear.tile_config(num_tokens, quantized_linear.GROUPED_TILES, itemsize)
             experts = {"GATHER": num_tokens != 512, "EXPERTS": 128}
             yield quantized_linear._grouped_quantized_kernel, config | experts | tile, types
+    if itemsize == 2:
+        pairs = {"pairs_ptr": "*i16"}
+        for num_rows, *_ in paired_linear.TILES:
+            config = paired_linear.tile_config(num_rows) | {"HAS_BIAS": num_rows > 16, "HAS_TAIL": num_rows == 64}
+            yield paired_linear._paired_linear_kernel, config, pairs
+        yield paired_linear._dequantize_pairs_kernel, paired_linear.dequantize_config(), pairs
     codes = dict.fromkeys(("x_ptr", "codes_ptr"), "*i8") | {"x_scales_ptr": "*fp32"}
     yield rounded_linear._round_inputs_kernel, rounded_linear.round_config(), {"codes_ptr": "*i8"}
     for tile in (rounded_linear.SMALL_TILE, rounded_linear.TILE, rounded_linear.LARGE_TILE):

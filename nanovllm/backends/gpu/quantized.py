@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nanovllm.backends.gpu.paired_linear import TILES as PAIRED_TILES
+from nanovllm.backends.gpu.paired_linear import pair_codes, paired_linear
 from nanovllm.backends.gpu.quantized_linear import (
     TILES,
     format_config,
@@ -25,6 +27,9 @@ if TYPE_CHECKING:
     from nanovllm.backends.gpu.triton_backend import TritonKernels
     from nanovllm.features.families.qwen3_moe.decoder import PackedExperts
     from nanovllm.features.families.qwen3_moe.ops import Routing
+
+TAKES_PAIRS = False
+"""Whether a matrix is a `PairedTritonMatrix` where it can be. No GPU has timed it: benchmarks/bench_kernels.py does."""
 
 
 class TritonMatrix(TorchMatrix):
@@ -52,6 +57,35 @@ class TritonMatrix(TorchMatrix):
         order = self._codes.order
         x = x.contiguous() if order is None else x.index_select(1, order)
         return quantized_linear(x, self._codes, bias, self._arrivals)
+
+
+class PairedTritonMatrix(TorchMatrix):
+    """A matrix [out, in] of int8 codes with one scale a row, which the kernel takes in pairs.
+
+    Attributes:
+        row_limits: as those of `TritonMatrix`.
+    """
+
+    row_limits = tuple(most for most, *_ in PAIRED_TILES)
+
+    def __init__(self, codes: Codes, dtype: torch.dtype) -> None:
+        """dtype is the type of the model, which rows of an embedding have."""
+        super().__init__(pair_codes(codes), dtype)
+        self._in_features = codes.in_features
+        self._arrivals = make_arrivals(codes)
+
+    @staticmethod
+    def takes(codes: Codes, dtype: torch.dtype) -> bool:
+        """Return whether there is a kernel for such a matrix, and activations of dtype."""
+        is_plain = codes.zeros is None and codes.order is None and codes.group_size >= codes.in_features
+        return codes.codes.dtype == torch.int8 and is_plain and dtype.itemsize == 2
+
+    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """x [n, in] -> x W^T + bias [n, out]."""
+        return paired_linear(x.contiguous(), self._codes, bias, self._arrivals)
+
+    def rows(self, indices: Tensor) -> Tensor:
+        return super().rows(indices)[:, : self._in_features].contiguous()
 
 
 class RoundedTritonMatrix(TorchMatrix):
@@ -145,7 +179,11 @@ class Operators(MatrixOperators):
 
     def make_matrix(self, codes: Codes, dtype: torch.dtype, rounds_inputs: bool) -> PackedMatrix:
         self._backend.rounding = ROUNDING if rounds_inputs else None
-        return RoundedTritonMatrix(codes, dtype) if rounds_inputs else TritonMatrix(codes, dtype)
+        if rounds_inputs:
+            return RoundedTritonMatrix(codes, dtype)
+        if TAKES_PAIRS and PairedTritonMatrix.takes(codes, dtype):
+            return PairedTritonMatrix(codes, dtype)
+        return TritonMatrix(codes, dtype)
 
     def make_experts(self, codes: Codes, dtype: torch.dtype, rounds_inputs: bool) -> "PackedExperts":
         self._backend.rounding = ROUNDING if rounds_inputs else None
