@@ -86,7 +86,8 @@ case ${1:-} in
       "${tests[@]}" tests/gpu/test_gpu_kernels.py -k "captured_decode or (routing or products) and bfloat16"
     ;;
   3)
-    step sweep 570 "$python" scripts/gpu_sweep.py
+    step quantised_products 120 "$python" scripts/gpu_sweep.py --only products
+    step sweep 450 "$python" scripts/gpu_sweep.py --only splits filters
     ;;
   4)
     rival=${NANO_VLLM_PYTHON:?an interpreter that has nano-vLLM, as scripts/rival_env.sh nano-vllm makes one}
@@ -115,7 +116,7 @@ case ${1:-} in
     step own_steps 60 "$python" scripts/gpu_steps.py --own-products
     step torch_steps_8b 80 "$python" scripts/gpu_steps.py --model qwen3-8b
     step own_steps_8b 80 "$python" scripts/gpu_steps.py --model qwen3-8b --own-products
-    step cuts 140 "$python" scripts/gpu_sweep.py --only-products
+    step cuts 140 "$python" scripts/gpu_sweep.py --only cuts
     ;;
   pack)
     pack

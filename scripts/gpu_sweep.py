@@ -1,7 +1,7 @@
-"""Times the configurations of the split, the filter and products of few rows on this GPU, each after a test that it is
-right.
+"""Times the configurations of the split, the filter and products on this GPU, each after a test that it is right.
 
 python scripts/gpu_sweep.py                 on a GPU
+python scripts/gpu_sweep.py --only products
 TRITON_INTERPRET=1 python scripts/gpu_sweep.py --check-only    the proof alone, anywhere
 """
 
@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
 import torch.nn.functional as F
 from helpers.kernel_cases import assert_attends, assert_same_tokens, attention_case, attention_tolerance, sample_case
+from helpers.quantized_cases import make_codes
 
 from benchmarks.bench_kernels import (
     DTYPE,
@@ -34,10 +35,12 @@ from benchmarks.bench_kernels import (
     randn,
     time_attention,
 )
-from nanovllm.backends.gpu import few_rows, paged_decode, sample_filter
+from nanovllm.backends.gpu import few_rows, paged_decode, paired_linear, sample_filter
 from nanovllm.backends.gpu.few_rows import FewRowsMatrix
+from nanovllm.backends.gpu.quantized import PairedTritonMatrix, RoundedTritonMatrix, TritonMatrix
 from nanovllm.backends.gpu.sample import sample
 from nanovllm.backends.gpu.triton_backend import TritonBackend
+from nanovllm.features.quantized.codes import Codes
 from nanovllm.ops.silu_and_mul import silu_and_mul_reference
 
 # (keys in a tile, warps, stages): those that compile for sm_90 without a spill; then programs of a multiprocessor.
@@ -57,6 +60,12 @@ CUTS = [
 """Products of few rows: (columns of a tile, stages, least programs, steps that are asked for ahead)."""
 FILTERS = [(4, 64, 16), (4, 32, 16), (4, 32, 8), (8, 32, 16)]
 """(marks, parts at a time, warps)."""
+PAIRED_TILES = [(16, 32, 6, 4), (16, 64, 4, 4), (64, 64, 3, 4), (64, 128, 3, 8), (128, 64, 3, 4), (128, 128, 3, 8)]
+"""(rows, columns, stages, warps) of products with codes in pairs."""
+MATRICES = {"gate_up": (24576, 4096), "down": (4096, 12288), "qkv": (6144, 4096)}
+"""(outputs, inputs) of Qwen3-8B's matrices."""
+ROWS = (1, 16, 64, 128, 192, 512)
+FORMS = {"int8": TritonMatrix, "int8 in pairs": PairedTritonMatrix, "int8-dynamic": RoundedTritonMatrix}
 
 
 @contextmanager
@@ -118,7 +127,7 @@ def check_cut(on_gpu: bool) -> None:
             torch.testing.assert_close(found.float(), expected, rtol=4 * eps, atol=4 * eps)
 
 
-def time_products(name: str, num_rows: int) -> dict[str, float]:
+def time_few_rows(name: str, num_rows: int) -> dict[str, float]:
     """Return the microseconds of each product of a model in a graph of such products, with dependent launches."""
     times = {}
     for product_name, (out_size, in_size) in list_products(MODELS[name]).items():
@@ -126,6 +135,49 @@ def time_products(name: str, num_rows: int) -> dict[str, float]:
         matrices = [FewRowsMatrix(weight) for weight in make_weights(out_size, in_size)]
         times[product_name] = microseconds([lambda x=x, matrix=matrix: matrix.multiply(x) for matrix in matrices])
     return times
+
+
+@contextmanager
+def use_paired_tile(tile: tuple[int, int, int, int] | None) -> Iterator[None]:
+    """Take one tile for any number of rows. None takes the usual ones."""
+    tiles = paired_linear.TILES if tile is None else ((max(ROWS), *tile),)
+    with mock.patch.object(paired_linear, "TILES", tiles):
+        yield
+
+
+def check_pairs(on_gpu: bool) -> None:
+    dtype = DTYPE if on_gpu else torch.float16
+    codes = make_codes((200, 1100), 8, 0, False)
+    x = torch.randn(70, 1100).to(codes.codes.device, dtype)
+    eps = torch.finfo(dtype).eps
+    found = PairedTritonMatrix(codes, dtype).multiply(x, None)
+    expected = x.float() @ codes.dequantize().T
+    torch.testing.assert_close(found.float(), expected, rtol=2 * eps, atol=1e-2)
+
+
+def list_forms(num_rows: int) -> Iterator[tuple[str, tuple[int, int, int, int] | None]]:
+    """Yield the forms of a product: a name of FORMS or bfloat16, and a tile of those in pairs."""
+    yield "bfloat16", None
+    for form in FORMS:
+        yield form, None
+    for tile in PAIRED_TILES:
+        if (tile[0] > 16) == (num_rows > 16):
+            yield "int8 in pairs", tile
+
+
+def time_form(form: str, shape: tuple[int, int], num_rows: int) -> float:
+    """Return the microseconds of one product by a matrix that is in no cache."""
+    out_size, in_size = shape
+    x = randn(num_rows, in_size)
+    if form == "bfloat16":
+        weights = [randn(*shape) for _ in range(num_sets(2 * out_size * in_size))]
+        return microseconds([lambda w=w: torch.nn.functional.linear(x, w) for w in weights])
+    scales = torch.rand(out_size, 1, device="cuda")
+    sets = [
+        torch.randint(-127, 128, shape, dtype=torch.int8, device="cuda") for _ in range(num_sets(out_size * in_size))
+    ]
+    matrices = [FORMS[form](Codes(8, codes, scales, None, in_size), DTYPE) for codes in sets]
+    return microseconds([lambda matrix=matrix: matrix.multiply(x, None) for matrix in matrices])
 
 
 def check_split(on_gpu: bool, kv_dtype: torch.dtype) -> None:
@@ -160,43 +212,70 @@ def time_filter(top_k: int, top_p: float) -> float:
     return microseconds([lambda x=x: sample(x, table, rows, rows) for x in sets])
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check-only", action="store_true")
-    parser.add_argument("--only-products", action="store_true", help="products of few rows alone")
-    args = parser.parse_args()
-    on_gpu = torch.cuda.is_available()
-    results: list[dict[str, object]] = []
-    if not args.check_only:
-        bench = Bench()
-        print(f"read {bench.read_gbs:.0f} GB/s")
-    for columns, stages, programs, ahead in CUTS:
-        with use_cut(columns, stages, programs, ahead):
-            check_cut(on_gpu)
-            for name, num_rows in () if args.check_only else product(MODELS, (1, 32)):
-                config = f"columns {columns} stages {stages} programs {programs} ahead {ahead}"
-                for product_name, us in time_products(name, num_rows).items():
-                    name_of_all = f"product {config}, {name} {product_name} x {num_rows}"
-                    results.append({"name": name_of_all, "us": round(us, 1)})
-                    print(f"{name_of_all}: {us:.1f} us", flush=True)
-    for kv_dtype, (tile, warps, stages), at_once, ahead in () if args.only_products else list_splits():
+def sweep_splits(on_gpu: bool, bench: Bench | None) -> Iterator[dict[str, object]]:
+    """Check each configuration of the split. If there is a bench, yield what it takes."""
+    for kv_dtype, (tile, warps, stages), at_once, ahead in list_splits():
         with use_split(tile, warps, stages, at_once, ahead):
             check_split(on_gpu, kv_dtype)
-            for batch, context in () if args.check_only else ((1, 1024), (1, 16384), (64, 1024), (256, 1024)):
+            for batch, context in ((1, 1024), (1, 16384), (64, 1024), (256, 1024)) if bench else ():
                 (us, _), read = time_attention(TritonBackend(), MODELS["0.6B"], batch, 1, context, kv_dtype)
                 percent = round(100 * read / us / 1e3 / bench.read_gbs, 1)
                 config = f"tile {tile} warps {warps} stages {stages} at once {at_once}{' ahead' * ahead}"
                 name = f"split {kv_dtype} {config}, {batch} x {context}"
-                results.append({"name": name, "us": round(us, 1), "percent": percent})
-                print(f"{name}: {us:.1f} us, {percent} %", flush=True)
-    for marks, parts, warps in () if args.only_products else FILTERS:
+                yield {"name": name, "us": round(us, 1), "percent": percent}
+
+
+def sweep_filters(on_gpu: bool, bench: Bench | None) -> Iterator[dict[str, object]]:
+    """Check each configuration of the filter. If there is a bench, yield what it takes."""
+    for marks, parts, warps in FILTERS:
         with use_filter(marks, parts, warps):
             check_filter(on_gpu)
-            for top_k, top_p in () if args.check_only else ((0, 1.0), (20, 0.95), (0, 0.95)):
+            for top_k, top_p in ((0, 1.0), (20, 0.95), (0, 0.95)) if bench else ():
                 us = time_filter(top_k, top_p)
                 name = f"sample marks {marks} parts {parts} warps {warps}, top_k {top_k} top_p {top_p}"
-                results.append({"name": name, "us": round(us, 1)})
-                print(f"{name}: {us:.1f} us", flush=True)
+                yield {"name": name, "us": round(us, 1)}
+
+
+def sweep_cuts(on_gpu: bool, bench: Bench | None) -> Iterator[dict[str, object]]:
+    """Check each way to cut products of few rows. If there is a bench, yield what it takes."""
+    for columns, stages, programs, ahead in CUTS:
+        with use_cut(columns, stages, programs, ahead):
+            check_cut(on_gpu)
+            config = f"columns {columns} stages {stages} programs {programs} ahead {ahead}"
+            for model, num_rows in product(MODELS, (1, 32)) if bench else ():
+                for matrix, us in time_few_rows(model, num_rows).items():
+                    yield {"name": f"cut {config}, {matrix} of {model}, {num_rows} rows", "us": round(us, 1)}
+
+
+def sweep_products(on_gpu: bool, bench: Bench | None) -> Iterator[dict[str, object]]:
+    """Check each tile of products with codes in pairs. If there is a bench, yield what all forms take."""
+    for tile in (None, *PAIRED_TILES):
+        with use_paired_tile(tile):
+            check_pairs(on_gpu)
+    for (matrix, shape), num_rows in product(MATRICES.items(), ROWS) if bench else ():
+        for form, tile in list_forms(num_rows):
+            with use_paired_tile(tile):
+                us = time_form(form, shape, num_rows)
+            name = f"product {form}{f' {tile}' if tile else ''}, {matrix} of 8B, {num_rows} rows"
+            yield {"name": name, "us": round(us, 1)}
+
+
+SWEEPS = {"splits": sweep_splits, "filters": sweep_filters, "cuts": sweep_cuts, "products": sweep_products}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check-only", action="store_true")
+    parser.add_argument("--only", nargs="+", choices=SWEEPS, default=list(SWEEPS))
+    args = parser.parse_args()
+    bench = None if args.check_only else Bench()
+    if bench:
+        print(f"read {bench.read_gbs:.0f} GB/s")
+    results: list[dict[str, object]] = []
+    for name in args.only:
+        for result in SWEEPS[name](torch.cuda.is_available(), bench):
+            results.append(result)
+            print(", ".join(f"{key} {value}" for key, value in result.items()), flush=True)
     print(json.dumps(results))
 
 

@@ -39,7 +39,7 @@ def listen(cache_hit, **others):
     print(cache_hit)
 
 triton.knobs.compilation.listener = listen
-values = {"SILU": True, "BLOCK": 64, "PDL": False}
+values = {"SILU": True, "GROUP": 0, "LEAST": 0.0, "BLOCK": 64, "PDL": False}
 signature = {}
 for name in kernel.arg_names:
     signature[name] = "*fp32" if name.endswith("_ptr") else "constexpr" if name in values else "i32"
@@ -110,7 +110,7 @@ def test_every_step_chooses_tests_and_options_that_exist(tmp_path: Path) -> None
         names += re.findall(r"^=== (\S+):", (tmp_path / "out" / f"call-{number}.log").read_text(), re.MULTILINE)
         (tmp_path / "out" / f"call-{number}.log").unlink()
     calls = [line.split("\037")[:-1] for line in (tmp_path / "calls").read_text().splitlines()]
-    assert len(calls) == len(names) == 38
+    assert len(calls) == len(names) == 39
     remaining = {f"tests/gpu/{path.name}": read_tests(path.name) for path in (ROOT / "tests" / "gpu").glob("*.py")}
     del remaining["tests/gpu/test_gpu_first_hour.py"]
     for call in calls:

@@ -49,7 +49,7 @@ from nanovllm.backends.gpu.few_rows import MAX_ROWS, FewRowsMatrix
 from nanovllm.backends.gpu.gate_and_mul import silu_and_mul
 from nanovllm.backends.gpu.hybrids import Operators as TritonHybridOperators
 from nanovllm.backends.gpu.norm_rope_store import norm_rope_store
-from nanovllm.backends.gpu.quantized import RoundedTritonMatrix, TritonMatrix
+from nanovllm.backends.gpu.quantized import PairedTritonMatrix, RoundedTritonMatrix, TritonMatrix
 from nanovllm.backends.gpu.quantized_linear import TILES
 from nanovllm.backends.gpu.rms_norm import add_rms_norm, rms_norm
 from nanovllm.backends.gpu.route import route
@@ -356,6 +356,28 @@ def test_products_with_codes_are_those_of_the_dequantised_matrix_eager_and_repla
     expected = x.double() @ weight.double().T
     for got in (matrix.multiply(x, None), y):
         torch.testing.assert_close(got.double(), expected, rtol=2 * eps, atol=1e-3)
+
+
+@pytest.mark.parametrize("num_rows", [1, 16, 17, 65, 129, 300])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_products_in_pairs_are_those_of_the_dequantised_matrix(dtype: torch.dtype, num_rows: int) -> None:
+    """All 256 codes, which assembly makes numbers of, and sums in three parts. For many rows weights are rounded."""
+    codes = make_codes((200, 1100), 8, 0, False)
+    codes.codes[0, :256] = torch.arange(-128, 128, device=CUDA)
+    matrix = PairedTritonMatrix(codes, dtype)
+    x = torch.randn(num_rows, 1100, device=CUDA).to(dtype)
+    graph = torch.cuda.CUDAGraph()
+    matrix.multiply(x, None)  # compiles
+    with torch.cuda.graph(graph):
+        y = matrix.multiply(x, None)
+    x.copy_(torch.randn(num_rows, 1100, device=CUDA))
+    graph.replay()
+    weight = codes.dequantize()
+    if num_rows > matrix.row_limits[-1]:
+        weight = weight.to(dtype)
+    expected = x.double() @ weight.double().T
+    for got in (matrix.multiply(x, None), y):
+        torch.testing.assert_close(got.double(), expected, rtol=2 * torch.finfo(dtype).eps, atol=1e-3)
 
 
 @pytest.mark.parametrize("num_rows", [1, 17, 65, 300])

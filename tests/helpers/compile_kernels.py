@@ -40,6 +40,7 @@ from nanovllm.backends.gpu import (
     online_softmax,
     paged_decode,
     paged_prefill,
+    paired_linear,
     quantized_linear,
     rms_norm,
     rounded_linear,
@@ -50,6 +51,7 @@ from nanovllm.backends.gpu import (
     token_logprobs,
     triton_shim,
 )
+from nanovllm.backends.gpu.round_groups import Rounding
 from nanovllm.ops.attention import AttentionVariant
 
 
@@ -174,11 +176,17 @@ def launches(models: dict[str, Model], block_sizes: tuple[int, ...], arch: int, 
         shape = (group, head_dim, block_size, itemsize, caches[cache], SHARED_KIB[arch])
         yield launch(paged_prefill._prefill_kernel, paged_prefill.prefill_config(*shape) | constants, **types)
 
+    # If they round nothing, what they write takes the place of codes and scales.
+    roundings: list[tuple[Rounding | None, dict[str, str]]] = [
+        (None, {"codes_ptr": own, "scales_ptr": own}),
+        (rounded_linear.ROUNDING, {"codes_ptr": "*i8"}),
+    ]
     for model in models.values():
         wide = "*fp32" if model.value_heads else own
-        for size in (model.hidden_size, model.head_dim):
-            for add in (False, True):
-                yield launch(rms_norm._rms_norm_kernel, rms_norm.rms_norm_config(size, add), weight_ptr=wide)
+        for size, add in product((model.hidden_size, model.head_dim), (False, True)):
+            for rounding, types in roundings:
+                config = rms_norm.rms_norm_config(size, add, rounding)
+                yield launch(rms_norm._rms_norm_kernel, config, weight_ptr=wide, **types)
         for block_size, (cache, cache_itemsize) in product(block_sizes, caches.items()):
             types = {}
             if cache in CODES:
@@ -206,7 +214,7 @@ def launches(models: dict[str, Model], block_sizes: tuple[int, ...], arch: int, 
             yield launch(causal_conv._causal_conv_kernel, causal_conv.causal_conv_config(4))
             config = gated_rms_norm.gated_rms_norm_config(model.value_heads, 128)
             yield launch(gated_rms_norm._gated_rms_norm_kernel, config)
-            yield launch(gate_and_mul._gate_and_mul_kernel, gate_and_mul.gate_and_mul_config(silu=False))
+            yield launch(gate_and_mul._gate_and_mul_kernel, gate_and_mul.gate_and_mul_config(False, None))
             for ranks in (1, 2, 4, 8):
                 config = gated_delta.head_config(16 // ranks, model.value_heads // ranks, 128, 128)
                 yield launch(gated_delta._gated_delta_kernel, config | gated_delta.TOKEN_CONFIG)
@@ -231,7 +239,8 @@ def launches(models: dict[str, Model], block_sizes: tuple[int, ...], arch: int, 
     if itemsize == 2:
         for config in few_rows_configs():
             yield launch(few_rows._few_rows_kernel, config)
-    yield launch(gate_and_mul._gate_and_mul_kernel, gate_and_mul.gate_and_mul_config(silu=True))
+    for rounding, types in roundings:
+        yield launch(gate_and_mul._gate_and_mul_kernel, gate_and_mul.gate_and_mul_config(True, rounding), **types)
     num_chunks = -(-VOCAB_SIZE // sample.CHUNK)
     # Edited logits are float32.
     for kind, pointer in {dtype: own, torch.float32: "*fp32"}.items():
@@ -271,6 +280,12 @@ def quantized_launches(
             tile = quantized_linear.tile_config(num_tokens, quantized_linear.GROUPED_TILES, itemsize)
             experts = {"GATHER": num_tokens != 512, "EXPERTS": 128}
             yield quantized_linear._grouped_quantized_kernel, config | experts | tile, types
+    if itemsize == 2:
+        pairs = {"pairs_ptr": "*i16"}
+        for num_rows, *_ in paired_linear.TILES:
+            config = paired_linear.tile_config(num_rows) | {"HAS_BIAS": num_rows > 16, "HAS_TAIL": num_rows == 64}
+            yield paired_linear._paired_linear_kernel, config, pairs
+        yield paired_linear._dequantize_pairs_kernel, paired_linear.dequantize_config(), pairs
     codes = dict.fromkeys(("x_ptr", "codes_ptr"), "*i8") | {"x_scales_ptr": "*fp32"}
     yield rounded_linear._round_inputs_kernel, rounded_linear.round_config(), {"codes_ptr": "*i8"}
     for tile in (rounded_linear.SMALL_TILE, rounded_linear.TILE, rounded_linear.LARGE_TILE):

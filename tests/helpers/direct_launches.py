@@ -22,6 +22,7 @@ import triton
 
 from helpers.pretend_cuda import DEVICE, PretendDriver, noted, pretend_runner, unscored_plan
 from nanovllm.backends.gpu import launch as kernel_launches
+from nanovllm.backends.gpu import quantized
 from nanovllm.backends.gpu.cuda_graphs import CudaGraphs
 from nanovllm.backends.gpu.launch import Launch, compile_launches, launch, redirect_launches
 from nanovllm.backends.gpu.paged_prefill import paged_prefill
@@ -232,7 +233,7 @@ def serve_logprobs(runner: ModelRunner) -> None:
 
 def serve_prompts(runner: ModelRunner) -> None:
     """Decodes and prompts of any number of tokens, one at each end of every range of tiles."""
-    for num_tokens in (1, 16, 17, 32, 33, 64, 65, 128, 129, 512, 513, 2000):
+    for num_tokens in (1, 16, 17, 32, 33, 64, 65, 128, 129, 192, 193, 512, 513, 2000):
         run_step(runner, unscored_plan([num_tokens]))
         run_step(runner, unscored_plan([1, 1, num_tokens]))
     graphs = CudaGraphs(runner)
@@ -370,6 +371,12 @@ def missing(
     return sorted(needed - ahead | others)
 
 
+def missing_in_pairs() -> list[str]:
+    """Name what a model whose int8 weights are in pairs lacks: see `missing`."""
+    with mock.patch.object(quantized, "TAKES_PAIRS", True):
+        return missing(serve_prompts, "qwen3-0.6b", quantized=(8, None))
+
+
 def missing_kernels() -> dict[str, list[str]]:
     """By what is served: see `missing`."""
     return {
@@ -391,6 +398,8 @@ def missing_kernels() -> dict[str, list[str]]:
         "drafts, keys and values in int8": missing(serve_drafts, "qwen3-8b", draft="qwen3-0.6b", kv_cache_dtype="int8"),
         "states, keys and values in int8": missing(serve_prompts, "qwen3.5-0.8b", kv_cache_dtype="int8"),
         "int8": missing(serve_prompts, "qwen3-0.6b", quantized=(8, None)),
+        "int8 in pairs": missing_in_pairs(),
+        "int8-dynamic": missing(serve_logprobs, "qwen3-0.6b", quantized=(8, None, True)),
         "int8, log-probabilities": missing(serve_logprobs, "qwen3-0.6b", quantized=(8, None)),
         "int4 by group, few sequences": missing(serve_prompts, "qwen3-8b", quantized=(4, 128), max_num_seqs=4),
         "experts, int8": missing(serve_prompts, "qwen3-30b-a3b", quantized=(8, None)),

@@ -8,9 +8,15 @@ from helpers.quantized_cases import make_codes
 
 pytest.importorskip("triton")
 
+from helpers.pretend_cuda import noted
+
 from nanovllm.backends.gpu import rounded_linear
+from nanovllm.backends.gpu.gate_and_mul import silu_and_mul
 from nanovllm.backends.gpu.quantized import Operators, RoundedTritonMatrix, pad_rows
-from nanovllm.backends.gpu.rounded_linear import LARGE_TILE, TILE, grouped_rounded, limit_rows, round_inputs
+from nanovllm.backends.gpu.rms_norm import add_rms_norm, rms_norm
+from nanovllm.backends.gpu.round_groups import find_rounded
+from nanovllm.backends.gpu.rounded_linear import LARGE_TILE, ROUNDING, TILE, grouped_rounded, limit_rows, round_inputs
+from nanovllm.backends.gpu.triton_backend import TritonKernels
 from nanovllm.features.families.qwen3_moe.ops import Routing, route_reference
 from nanovllm.features.quantized import dynamic
 from nanovllm.features.quantized.codes import Codes
@@ -51,6 +57,59 @@ def test_inputs_are_rounded_to_the_codes_and_scales_of_the_reference(size: int, 
     got = round_inputs(x)
     assert torch.equal(got.codes.float(), codes.flatten(1))
     assert_equal(got.scales.T, scales)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+@pytest.mark.parametrize("size", [1, 128, 300, 1024, 1100])
+def test_norms_and_gates_round_what_they_write_as_the_reference_does(size: int, dtype: torch.dtype) -> None:
+    """Their results are those of the same kernels without rounding; on a GPU, but for products that are fused there."""
+    x = hostile_rows(12, 2 * size, dtype)
+    y = randn(12, size, dtype=dtype)
+    apart = x[:, :size]  # its rows lie apart in memory
+    weight = randn(size, dtype=dtype)
+    wide = weight.float()
+    made = {
+        "norm": [rms_norm(apart, weight, 1e-6, rounding) for rounding in (None, ROUNDING)],
+        "sum": [add_rms_norm(apart, y, wide, 1e-6, rounding)[0] for rounding in (None, ROUNDING)],
+        "gate": [silu_and_mul(x, rounding) for rounding in (None, ROUNDING)],
+    }
+    for name, (plain, got) in made.items():
+        torch.testing.assert_close(got, plain, equal_nan=True, msg=lambda text, name=name: f"{name}: {text}")
+        assert plain.isnan().any() and not plain.isnan().all(), name
+        assert find_rounded(plain) is None
+        rounded = find_rounded(got)
+        assert rounded is not None
+        codes, scales = dynamic.round_inputs(got)
+        assert torch.equal(rounded.codes.float(), codes.flatten(1)), name
+        assert_equal(rounded.scales.T, scales)
+
+
+def test_products_take_the_rounded_form_that_their_inputs_carry() -> None:
+    """They launch no rounding. A view, or a part of the rows, carries none."""
+    backend = TritonKernels(DEVICE)
+    operators = Operators(backend)
+    routing = route_reference(randn(9, 3, seed=3), 2, True, torch.arange(9, device=DEVICE))
+    matrix = operators.make_matrix(int8_codes(20, 200), HALF, True)
+    experts = operators.make_experts(int8_codes(3, 20, 200), HALF, True)
+    x = randn(9, 200, dtype=HALF)
+    normed = backend.rms_norm(x, randn(200, dtype=HALF), 1e-6)
+    with noted() as launches:
+        matrix.multiply(normed, None)
+        experts.multiply(normed, routing, True)
+        matrix.multiply(normed[:4], None)
+        matrix.multiply(normed.view_as(x), None)
+    own = ["_round_inputs_kernel", "_rounded_linear_kernel"]
+    assert [one.kernel.__name__ for one in launches] == [own[1], "_grouped_rounded_kernel", *own, *own]
+    assert_equal(matrix.multiply(normed, None), matrix.multiply(normed.clone(), None))
+    count = int(routing.offsets[-1])
+    found = [experts.multiply(form, routing, True)[:count] for form in (normed, normed.clone())]
+    assert_equal(*found)
+
+
+def test_inputs_that_keep_their_type_are_not_rounded_for_nothing() -> None:
+    backend = TritonKernels(DEVICE)
+    Operators(backend).make_matrix(int8_codes(20, 64), HALF, False)
+    assert find_rounded(backend.silu_and_mul(randn(3, 64, dtype=HALF))) is None
 
 
 def test_ties_go_to_even_codes() -> None:
@@ -100,7 +159,7 @@ def test_rows_are_those_of_the_dequantised_matrix(in_size: int) -> None:
 
 def test_new_codes_come_into_the_memory_of_the_old_ones() -> None:
     """CUDA graphs read it."""
-    operators = Operators(None)
+    operators = Operators(TritonKernels(DEVICE))
     old, new = (operators.make_matrix(int8_codes(9, size), HALF, True) for size in (100, 100))
     new._codes.codes.neg_()
     x = randn(3, 100, dtype=HALF)

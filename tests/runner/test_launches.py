@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 pytest.importorskip("triton")
 
+from helpers.direct_launches import quantize
 from helpers.pretend_cuda import DEVICE, Operators, noted, pretend_runner, unscored_plan
 
 from benchmarks.own_products import own_products
@@ -90,6 +91,20 @@ def test_own_products_of_a_layer_with_experts_are_followed_by_what_follows_torch
         pretend_runner(parallel=Parallel(0, 2)),
     ):
         pass
+
+
+@pytest.mark.parametrize("size", [16, 256])
+def test_norms_and_silu_round_the_inputs_of_the_products_that_follow(size: int) -> None:
+    """The output of attention alone is rounded by a kernel of its own."""
+    with pretend_runner() as runner:
+        quantize(runner, 8, None, rounds_inputs=True)
+        graphs = CudaGraphs(runner)
+        with noted() as launches, Operators() as operators:
+            graphs.run_once(size)
+    counts = Counter(launch.kernel.__name__ for launch in launches)
+    products = {"_rounded_linear_kernel": 4 * LAYERS + 1, "_round_inputs_kernel": LAYERS}
+    assert counts == ONCE | dict.fromkeys(A_LAYER, LAYERS) | {"_rms_norm_kernel": 2 * LAYERS + 1} | products
+    assert "linear" not in operators.counts
 
 
 def test_experts_need_no_value_on_the_host_either() -> None:
@@ -228,5 +243,5 @@ def test_nothing_is_compiled_while_serving(directly: dict[str, dict[str, list[st
 
     Each rank of several is ready for its share, too. And no argument has an address that would make a variant.
     """
-    assert len(directly["missing"]) == 29
+    assert len(directly["missing"]) == 31
     assert not any(directly["missing"].values()), directly["missing"]

@@ -79,7 +79,7 @@ def _unpack_fp8(pairs):
 
 
 @triton.jit
-def _unpack_codes(pairs, TYPE: tl.constexpr, IS_FP8: tl.constexpr):
+def unpack_codes(pairs, TYPE: tl.constexpr, IS_FP8: tl.constexpr):
     """Return the low and the high bytes of pairs, int16, as numbers of TYPE.
 
     This is exact for every code that `quantize_heads` makes: none of them is fp8's NaN. Other types than bfloat16 are
@@ -169,7 +169,7 @@ def split_codes_kernel(
             v = tl.load(v_cache_ptr + place + v_offset, mask=valid[:, None], other=0)
             k_scales = tl.load(k_scales_ptr + scale_place, mask=valid, other=0.0)
             v_scales = tl.load(v_scales_ptr + scale_place, mask=valid, other=0.0)
-            k_even, k_odd = _unpack_codes(k, TYPE, IS_FP8)
+            k_even, k_odd = unpack_codes(k, TYPE, IS_FP8)
             scores = tl.dot(q_even, k_even, input_precision="ieee")
             scores = tl.dot(q_odd, k_odd, scores, input_precision="ieee")
             scores = cap_scores(scores * (k_scales * scale_log2)[None, :], SOFTCAP)
@@ -177,7 +177,7 @@ def split_codes_kernel(
             # The first tile of a chunk has a visible key.
             highest, total, weights, shrink = update_softmax(scores, highest, total, MAY_LACK_KEYS=False)
             weights = (weights * v_scales[None, :]).to(TYPE)
-            v_even, v_odd = _unpack_codes(v, TYPE, IS_FP8)
+            v_even, v_odd = unpack_codes(v, TYPE, IS_FP8)
             even = tl.dot(weights, v_even, even * shrink[:, None], input_precision="ieee")
             odd = tl.dot(weights, v_odd, odd * shrink[:, None], input_precision="ieee")
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.backends.gpu.launch import launch, wait_for_predecessor
+from nanovllm.backends.gpu.round_groups import Rounding, give_rounded, rounding_config, store_rounded
 from nanovllm.backends.gpu.triton_shim import tl, triton
 from nanovllm.utils.integers import ceil_div
 
@@ -15,21 +16,28 @@ BLOCK = 1024
 """Columns of a program: eight elements of each input a thread."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "num_groups"])
 def _gate_and_mul_kernel(
     x_ptr,
     gate_ptr,
     out_ptr,
+    codes_ptr,
+    scales_ptr,
+    num_rows,
+    num_groups,
     x_stride,
     x_start,
     gate_stride,
     size,
     SILU: tl.constexpr,
     BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
+    LEAST: tl.constexpr,
     PDL: tl.constexpr,
 ):
     # Grid (num_tokens, size / BLOCK).
     # A program owns BLOCK columns of one row. It computes in float32 and rounds the activated gate, as the references.
+    # With a GROUP it rounds the products to int8, too.
     # Rows of padding are like any other; their values stay in them.
     wait_for_predecessor(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -39,27 +47,37 @@ def _gate_and_mul_kernel(
     gate = tl.load(gate_ptr + row * gate_stride + column, mask=inside, other=0.0).to(tl.float32)
     x = tl.load(x_ptr + row * x_stride + x_start + column, mask=inside, other=0.0).to(tl.float32)
     activated = (gate if SILU else 1.0) / (1.0 + tl.exp(-gate))
-    tl.store(out_ptr + row * size + column, (activated.to(dtype).to(tl.float32) * x).to(dtype), mask=inside)
+    out = (activated.to(dtype).to(tl.float32) * x).to(dtype)
+    tl.store(out_ptr + row * size + column, out, mask=inside)
+    if GROUP:
+        first = tl.program_id(1) * (BLOCK // GROUP)
+        store_rounded(out.to(tl.float32), (codes_ptr, scales_ptr, num_rows, num_groups), row, first, GROUP, LEAST)
 
 
-def gate_and_mul_config(silu: bool) -> dict[str, int]:
+def gate_and_mul_config(silu: bool, rounding: Rounding | None) -> dict[str, float]:
     """Return the constants to compile with."""
-    return {"SILU": silu, "BLOCK": BLOCK, "num_warps": 4}
+    return {"SILU": silu, "BLOCK": BLOCK, "num_warps": 4} | rounding_config(rounding)
 
 
-def _gate_and_mul(x: Tensor, x_start: int, gate: Tensor, size: int, silu: bool) -> Tensor:
+def _gate_and_mul(
+    x: Tensor, x_start: int, gate: Tensor, size: int, silu: bool, rounding: Rounding | None = None
+) -> Tensor:
     """Multiply x[:, x_start : x_start + size] by the activated gate[:, :size]."""
     num_tokens = len(x)
     out = torch.empty(num_tokens, size, dtype=x.dtype, device=x.device)
-    args = (x, gate, out, x.stride(0), x_start, gate.stride(0), size)
-    launch(_gate_and_mul_kernel, (num_tokens, ceil_div(size, BLOCK)), args, gate_and_mul_config(silu))
+    args = (x, gate, out, *give_rounded(out, rounding), x.stride(0), x_start, gate.stride(0), size)
+    launch(_gate_and_mul_kernel, (num_tokens, ceil_div(size, BLOCK)), args, gate_and_mul_config(silu, rounding))
     return out
 
 
-def silu_and_mul(gate_up: Tensor) -> Tensor:
-    """silu_and_mul_reference in one kernel."""
+def silu_and_mul(gate_up: Tensor, rounding: Rounding | None = None) -> Tensor:
+    """silu_and_mul_reference in one kernel.
+
+    Args:
+        rounding: how the result is rounded to int8; it carries that form, too. None: not at all.
+    """
     size = gate_up.shape[1] // 2
-    return _gate_and_mul(gate_up, size, gate_up, size, silu=True)
+    return _gate_and_mul(gate_up, size, gate_up, size, True, rounding)
 
 
 def sigmoid_and_mul(x: Tensor, gate: Tensor) -> Tensor:

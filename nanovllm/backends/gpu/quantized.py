@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nanovllm.backends.gpu.paired_linear import TILES as PAIRED_TILES
+from nanovllm.backends.gpu.paired_linear import pair_codes, paired_linear
 from nanovllm.backends.gpu.quantized_linear import (
     TILES,
     format_config,
@@ -14,7 +16,7 @@ from nanovllm.backends.gpu.quantized_linear import (
     make_arrivals,
     quantized_linear,
 )
-from nanovllm.backends.gpu.rounded_linear import grouped_rounded, limit_rows, rounded_linear
+from nanovllm.backends.gpu.rounded_linear import ROUNDING, grouped_rounded, limit_rows, rounded_linear
 from nanovllm.features.quantized.codes import Codes
 from nanovllm.features.quantized.dynamic import GROUP
 from nanovllm.features.quantized.formats import Format
@@ -22,8 +24,12 @@ from nanovllm.features.quantized.torch_matrix import MatrixOperators, TorchMatri
 from nanovllm.models.layers.linear import PackedMatrix
 
 if TYPE_CHECKING:
+    from nanovllm.backends.gpu.triton_backend import TritonKernels
     from nanovllm.features.families.qwen3_moe.decoder import PackedExperts
     from nanovllm.features.families.qwen3_moe.ops import Routing
+
+TAKES_PAIRS = False
+"""Whether a matrix is a `PairedTritonMatrix` where it can be. No GPU has timed it: benchmarks/bench_kernels.py does."""
 
 
 class TritonMatrix(TorchMatrix):
@@ -53,6 +59,35 @@ class TritonMatrix(TorchMatrix):
         return quantized_linear(x, self._codes, bias, self._arrivals)
 
 
+class PairedTritonMatrix(TorchMatrix):
+    """A matrix [out, in] of int8 codes with one scale a row, which the kernel takes in pairs.
+
+    Attributes:
+        row_limits: as those of `TritonMatrix`.
+    """
+
+    row_limits = tuple(most for most, *_ in PAIRED_TILES)
+
+    def __init__(self, codes: Codes, dtype: torch.dtype) -> None:
+        """dtype is the type of the model, which rows of an embedding have."""
+        super().__init__(pair_codes(codes), dtype)
+        self._in_features = codes.in_features
+        self._arrivals = make_arrivals(codes)
+
+    @staticmethod
+    def takes(codes: Codes, dtype: torch.dtype) -> bool:
+        """Return whether there is a kernel for such a matrix, and activations of dtype."""
+        is_plain = codes.zeros is None and codes.order is None and codes.group_size >= codes.in_features
+        return codes.codes.dtype == torch.int8 and is_plain and dtype.itemsize == 2
+
+    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """x [n, in] -> x W^T + bias [n, out]."""
+        return paired_linear(x.contiguous(), self._codes, bias, self._arrivals)
+
+    def rows(self, indices: Tensor) -> Tensor:
+        return super().rows(indices)[:, : self._in_features].contiguous()
+
+
 class RoundedTritonMatrix(TorchMatrix):
     """A matrix [out, in] of int8 codes with one scale a row, which the kernel multiplies in whole numbers.
 
@@ -68,7 +103,7 @@ class RoundedTritonMatrix(TorchMatrix):
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """x [n, in] -> x W^T + bias [n, out]."""
-        return rounded_linear(x.contiguous(), self._codes, bias, self.row_limits)
+        return rounded_linear(x, self._codes, bias, self.row_limits)
 
     def rows(self, indices: Tensor) -> Tensor:
         return super().rows(indices)[:, : self._in_features].contiguous()
@@ -102,7 +137,7 @@ class RoundedTritonExperts:
 
     def multiply(self, x: Tensor, routing: "Routing", gather: bool) -> Tensor:
         """Do what `DynamicExperts.multiply` does."""
-        return grouped_rounded(x.contiguous(), self._codes, routing, gather)
+        return grouped_rounded(x, self._codes, routing, gather)
 
 
 def pad_rows(codes: Codes) -> Codes:
@@ -133,12 +168,25 @@ def _lay_by_column(values: Tensor) -> Tensor:
 
 
 class Operators(MatrixOperators):
-    """Makes matrices for the Triton kernels."""
+    """Makes matrices for the Triton kernels.
+
+    All matrices of a model round their inputs, or none does. If they do, the backend's norms and SiLU round what they
+    write, so that no kernel must do it later.
+    """
+
+    def __init__(self, backend: "TritonKernels") -> None:
+        self._backend = backend
 
     def make_matrix(self, codes: Codes, dtype: torch.dtype, rounds_inputs: bool) -> PackedMatrix:
-        return RoundedTritonMatrix(codes, dtype) if rounds_inputs else TritonMatrix(codes, dtype)
+        self._backend.rounding = ROUNDING if rounds_inputs else None
+        if rounds_inputs:
+            return RoundedTritonMatrix(codes, dtype)
+        if TAKES_PAIRS and PairedTritonMatrix.takes(codes, dtype):
+            return PairedTritonMatrix(codes, dtype)
+        return TritonMatrix(codes, dtype)
 
     def make_experts(self, codes: Codes, dtype: torch.dtype, rounds_inputs: bool) -> "PackedExperts":
+        self._backend.rounding = ROUNDING if rounds_inputs else None
         return RoundedTritonExperts(codes) if rounds_inputs else TritonExperts(codes)
 
     def keep_place(self, old: Any, new: Any) -> Any:

@@ -3,6 +3,9 @@
 The references are `TorchMatrix` and `TorchExperts` in features/quantized/torch_matrix.py.
 """
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -114,6 +117,35 @@ def _multiply_tile(
     return acc
 
 
+@triton.jit
+def add_parts(acc, partial_ptr, arrivals_ptr, tile, part):
+    """Return a tile's sum, and whether this program has it: the tile's last to arrive adds all parts in their order.
+
+    It leaves arrivals as it found them: zero.
+
+    Args:
+        acc: this program's part, float32 [rows, columns].
+        tile, part: their numbers. The second dimension of the grid has the parts.
+    """
+    num_parts = tl.num_programs(1)
+    is_last = num_parts == 1
+    if num_parts > 1:
+        BLOCK_M: tl.constexpr = acc.shape[0]
+        BLOCK_N: tl.constexpr = acc.shape[1]
+        SIZE: tl.constexpr = BLOCK_M * BLOCK_N
+        element = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+        partial_at = partial_ptr + tile.to(tl.int64) * num_parts * SIZE + element
+        tl.store(partial_at + part * SIZE, acc)
+        tl.debug_barrier()  # whoever sees this program's arrival sees what all its threads have stored
+        is_last = tl.atomic_add(arrivals_ptr + tile, 1, sem="acq_rel") == num_parts - 1
+        if is_last:
+            tl.store(arrivals_ptr + tile, 0)
+            acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+            for i in range(num_parts):
+                acc += tl.load(partial_at + i * SIZE, cache_modifier=".cg")  # from L2: others have written it
+    return acc, is_last
+
+
 @triton.jit(do_not_specialize=["num_rows", "part_steps"])
 def _quantized_linear_kernel(
     x_ptr,
@@ -145,7 +177,6 @@ def _quantized_linear_kernel(
     wait_for_predecessor(PDL)
     tile = tl.program_id(0)
     part = tl.program_id(1)
-    num_parts = tl.num_programs(1)
     row_tiles = tl.cdiv(num_rows, BLOCK_M)
     row = tile % row_tiles * BLOCK_M + tl.arange(0, BLOCK_M)
     column = tile // row_tiles * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -156,19 +187,7 @@ def _quantized_linear_kernel(
     first = part * part_steps
     steps = (first, min(first + part_steps, tl.cdiv(in_size, BLOCK_K)))
     acc = _multiply_tile(x_rows, matrix, (column, is_column), steps, BITS, GROUP, HAS_ZEROS, BLOCK_K)
-    is_last = num_parts == 1
-    if num_parts > 1:
-        SIZE: tl.constexpr = BLOCK_M * BLOCK_N
-        element = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-        partial_at = partial_ptr + tile.to(tl.int64) * num_parts * SIZE + element
-        tl.store(partial_at + part * SIZE, acc)
-        tl.debug_barrier()  # whoever sees this program's arrival sees what all its threads have stored
-        is_last = tl.atomic_add(arrivals_ptr + tile, 1, sem="acq_rel") == num_parts - 1
-        if is_last:
-            tl.store(arrivals_ptr + tile, 0)
-            acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-            for i in range(num_parts):
-                acc += tl.load(partial_at + i * SIZE, cache_modifier=".cg")  # from L2: others have written it
+    acc, is_last = add_parts(acc, partial_ptr, arrivals_ptr, tile, part)
     if is_last:
         if HAS_BIAS:
             acc += tl.load(bias_ptr + column, mask=is_column, other=0.0).to(tl.float32)[None, :]
@@ -321,41 +340,49 @@ def quantized_linear(x: Tensor, weight: Codes, bias: Tensor | None, arrivals: Te
         arrivals: what `make_arrivals` returns.
     """
     num_rows = x.shape[0]
-    if num_rows > TILES[-1][0]:
-        return _multiply_dequantized(x, weight, bias)
     out_size = weight.codes.shape[0]
+    if num_rows > TILES[-1][0]:
+        return multiply_dequantized(x, out_size, bias, partial(_dequantize, weight))
     y = torch.empty(num_rows, out_size, dtype=x.dtype, device=x.device)
     config = format_config(weight.bits, weight.in_features, weight.group_size, weight.zeros is not None)
     config |= {"HAS_BIAS": bias is not None} | tile_config(num_rows, TILES, x.element_size())
     num_tiles = ceil_div(num_rows, config["BLOCK_M"]) * ceil_div(out_size, config["BLOCK_N"])
     num_parts, part_steps = split_steps(weight.in_features, out_size, config["BLOCK_K"])
     num_partial = num_parts * num_tiles * config["BLOCK_M"] * config["BLOCK_N"] if num_parts > 1 else 0
-    partial = torch.empty(num_partial, dtype=torch.float32, device=x.device)
+    sums = torch.empty(num_partial, dtype=torch.float32, device=x.device)
     # If there is no bias, x takes its place as argument. The kernel does not read it there.
-    pointers = (x, *_list_tensors(weight), x if bias is None else bias, y, partial, arrivals)
+    pointers = (x, *_list_tensors(weight), x if bias is None else bias, y, sums, arrivals)
     sizes = (weight.in_features, weight.codes.shape[1], out_size, num_rows, part_steps)
     launch(_quantized_linear_kernel, (num_tiles, num_parts), (*pointers, *sizes), config)
     return y
 
 
-def _multiply_dequantized(x: Tensor, weight: Codes, bias: Tensor | None) -> Tensor:
-    """Do what `quantized_linear` does for many rows: dequantise rows of the matrix, and take torch's product.
-
-    The weights are rounded to x's dtype.
-    """
+def _dequantize(weight: Codes, rows: Tensor, first: int) -> None:
+    """Fill `rows` [n, in] with the matrix's rows from number `first` on."""
+    num_rows, in_size = rows.shape
     out_size, packed_size = weight.codes.shape
-    in_size = weight.in_features
     config = format_config(weight.bits, in_size, weight.group_size, weight.zeros is not None)
     config |= {"BLOCK_N": 32, "num_warps": 4}
+    grid = (ceil_div(num_rows, config["BLOCK_N"]), ceil_div(in_size, config["BLOCK_K"]))
+    sizes = (in_size, packed_size, out_size, first, num_rows)
+    launch(_dequantize_kernel, grid, (*_list_tensors(weight), rows, *sizes), config)
+
+
+def multiply_dequantized(
+    x: Tensor, out_size: int, bias: Tensor | None, dequantize: Callable[[Tensor, int], None]
+) -> Tensor:
+    """Do what `quantized_linear` does for many rows: dequantise rows of the matrix, and take torch's product.
+
+    Args:
+        dequantize: fills a tensor [n, in] with rows of the matrix, rounded to x's dtype, from one of a given number on.
+    """
+    in_size = x.shape[1]
     height = max(1, MAX_SCRATCH // in_size)
     parts = []
     for first in range(0, max(out_size, 1), height):
-        num_rows = min(height, out_size - first)
-        scratch = torch.empty(num_rows, in_size, dtype=x.dtype, device=x.device)
-        grid = (ceil_div(num_rows, config["BLOCK_N"]), ceil_div(in_size, config["BLOCK_K"]))
-        sizes = (in_size, packed_size, out_size, first, num_rows)
-        launch(_dequantize_kernel, grid, (*_list_tensors(weight), scratch, *sizes), config)
-        parts.append(F.linear(x, scratch, None if bias is None else bias[first : first + num_rows]))
+        scratch = torch.empty(min(height, out_size - first), in_size, dtype=x.dtype, device=x.device)
+        dequantize(scratch, first)
+        parts.append(F.linear(x, scratch, None if bias is None else bias[first : first + height]))
         del scratch  # its memory is free for the next rows
     return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 

@@ -7,27 +7,34 @@ import torch
 from torch import Tensor
 
 from nanovllm.backends.gpu.launch import launch, wait_for_predecessor
+from nanovllm.backends.gpu.round_groups import Rounding, give_rounded, rounding_config, store_rounded
 from nanovllm.backends.gpu.triton_shim import next_power_of_2, tl, triton
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "num_groups"])
 def _rms_norm_kernel(
     x_ptr,
     residual_ptr,
     weight_ptr,
     out_ptr,
     sum_ptr,
+    codes_ptr,
+    scales_ptr,
+    num_rows,
+    num_groups,
     x_stride,
     residual_stride,
     size,
     eps,
     ADD: tl.constexpr,
     BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
+    LEAST: tl.constexpr,
     PDL: tl.constexpr,
 ):
     # Grid (rows,).
     # A program owns one row: it adds the residual (if ADD), norms in float32, rounds, and scales by the weight. A
-    # float32 weight scales before the rounding.
+    # float32 weight scales before the rounding. With a GROUP it rounds the row to int8, too.
     # Rows of padding are like any other; their values stay in them.
     wait_for_predecessor(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -43,29 +50,44 @@ def _rms_norm_kernel(
     weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
     if weight_ptr.dtype.element_ty != tl.float32:
         normed = normed.to(dtype).to(tl.float32)
-    tl.store(out_ptr + row * size + column, (normed * weight).to(dtype), mask=inside)
+    out = (normed * weight).to(dtype)
+    tl.store(out_ptr + row * size + column, out, mask=inside)
+    if GROUP:
+        store_rounded(out.to(tl.float32), (codes_ptr, scales_ptr, num_rows, num_groups), row, 0, GROUP, LEAST)
 
 
-def rms_norm_config(size: int, add: bool) -> dict[str, int]:
+def rms_norm_config(size: int, add: bool, rounding: Rounding | None) -> dict[str, float]:
     """One block for a row, with eight elements (16 bytes of bf16) a thread, up to eight warps."""
-    block = next_power_of_2(size)
-    return {"ADD": add, "BLOCK": block, "num_warps": min(8, max(1, block // 256))}
+    config = rounding_config(rounding)
+    block = max(next_power_of_2(size), int(config["GROUP"]))
+    return {"ADD": add, "BLOCK": block, "num_warps": min(8, max(1, block // 256))} | config
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """rms_norm_reference in one kernel. x [num_tokens, size], weight [size] -> the shape of x."""
+def rms_norm(x: Tensor, weight: Tensor, eps: float, rounding: Rounding | None = None) -> Tensor:
+    """rms_norm_reference in one kernel. x [num_tokens, size], weight [size] -> the shape of x.
+
+    Args:
+        rounding: how the result is rounded to int8; it carries that form, too. None: not at all.
+    """
     num_tokens, size = x.shape
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    args = (x, x, weight, out, out, x.stride(0), 0, size, eps)
-    launch(_rms_norm_kernel, (num_tokens,), args, rms_norm_config(size, add=False))
+    args = (x, x, weight, out, out, *give_rounded(out, rounding), x.stride(0), 0, size, eps)
+    launch(_rms_norm_kernel, (num_tokens,), args, rms_norm_config(size, False, rounding))
     return out
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """add_rms_norm_reference in one kernel. x, residual [num_tokens, size] -> (normed, sum) of the same shape."""
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, rounding: Rounding | None = None
+) -> tuple[Tensor, Tensor]:
+    """add_rms_norm_reference in one kernel. x, residual [num_tokens, size] -> (normed, sum) of the same shape.
+
+    Args:
+        rounding: as in `rms_norm`, of what is normed.
+    """
     num_tokens, size = x.shape
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     total = torch.empty_like(out)
-    args = (x, residual, weight, out, total, x.stride(0), residual.stride(0), size, eps)
-    launch(_rms_norm_kernel, (num_tokens,), args, rms_norm_config(size, add=True))
+    strides = (x.stride(0), residual.stride(0))
+    args = (x, residual, weight, out, total, *give_rounded(out, rounding), *strides, size, eps)
+    launch(_rms_norm_kernel, (num_tokens,), args, rms_norm_config(size, True, rounding))
     return out, total

@@ -5,13 +5,19 @@ exact in int32, so a tile of any shape gives the same one. The operations that f
 one order; for this the kernels are compiled with enable_fp_fusion=False.
 """
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from nanovllm.backends.gpu.grouped_linear import locate_tile
 from nanovllm.backends.gpu.launch import launch, wait_for_predecessor
+from nanovllm.backends.gpu.round_groups import (
+    Rounded,
+    Rounding,
+    find_rounded,
+    make_rounded,
+    rounding_config,
+    store_rounded,
+)
 from nanovllm.backends.gpu.triton_shim import next_power_of_2, num_multiprocessors, tl, triton
 from nanovllm.features.families.qwen3_moe.ops import Routing
 from nanovllm.features.quantized.codes import Codes
@@ -41,22 +47,7 @@ BAND = 16
 ROUNDED_AT_A_TIME = 8
 """Groups that a program rounds: eight elements a thread."""
 
-MAGIC = tl.constexpr(12582912.0)
-"""1.5 x 2^23. Adding it rounds a small number to a whole one, ties to even, in the lowest bits of the sum."""
-
-MAGIC_BITS = tl.constexpr(0x4B400000)
-
-
-class Rounded(NamedTuple):
-    """Rounded activations.
-
-    Attributes:
-        codes: int8 [n, groups * GROUP], with zeros beyond the last input.
-        scales: float32 [groups, n].
-    """
-
-    codes: Tensor
-    scales: Tensor
+ROUNDING = Rounding(GROUP, TINY)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_groups"])
@@ -67,8 +58,8 @@ def _round_inputs_kernel(
     in_size,
     num_rows,
     num_groups,
-    LEAST: tl.constexpr,
     GROUP: tl.constexpr,
+    LEAST: tl.constexpr,
     GROUPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -76,22 +67,10 @@ def _round_inputs_kernel(
     # Rows of padding are like any other; their values stay in them.
     wait_for_predecessor(PDL)
     row = tl.program_id(0).to(tl.int64)
-    group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
-    column = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    first = tl.program_id(1) * GROUPS
+    column = first * GROUP + tl.arange(0, GROUPS * GROUP)
     x = tl.load(x_ptr + row * in_size + column, mask=column < in_size, other=0.0).to(tl.float32)
-    # The bits of magnitudes are in the order of the floats, and those of NaN are the largest.
-    bits = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
-    most = bits.to(tl.float32, bitcast=True)
-    is_finite = bits < 0x7F800000
-    has_values = is_finite & (most >= LEAST)
-    steps = tl.full([GROUPS], 127.0, tl.float32)
-    inverse = tl.where(has_values, tl.div_rn(steps, tl.where(has_values, most, 1.0)), 0.0)
-    scale = tl.where(has_values, tl.div_rn(most, steps), tl.where(is_finite, 0.0, float("nan")))
-    shifted = tl.where(is_finite[:, None], x, 0.0) * inverse[:, None] + MAGIC
-    codes = (shifted.to(tl.int32, bitcast=True) - MAGIC_BITS).to(tl.int8)
-    is_group = group < num_groups
-    tl.store(codes_ptr + row * (num_groups * GROUP) + column, codes, mask=is_group[:, None])
-    tl.store(scales_ptr + group * num_rows + row, scale, mask=is_group)
+    store_rounded(x, (codes_ptr, scales_ptr, num_rows, num_groups), row, first, GROUP, LEAST)
 
 
 @triton.jit
@@ -199,13 +178,7 @@ def _grouped_rounded_kernel(
 
 def round_config() -> dict[str, float]:
     """Return the constants to compile the rounding with."""
-    return {
-        "LEAST": TINY,
-        "GROUP": GROUP,
-        "GROUPS": ROUNDED_AT_A_TIME,
-        "num_warps": 4,
-        "enable_fp_fusion": False,
-    }
+    return rounding_config(ROUNDING) | {"GROUPS": ROUNDED_AT_A_TIME, "num_warps": 4}
 
 
 def tile_config(tile: tuple[int, int, int]) -> dict[str, int]:
@@ -236,25 +209,24 @@ def limit_rows(out_size: int, device: torch.device) -> tuple[int, int]:
 def round_inputs(x: Tensor) -> Rounded:
     """Do what the function of this name in features/quantized/dynamic.py does for x [n, in], which is contiguous."""
     num_rows, in_size = x.shape
-    num_groups = ceil_div(in_size, GROUP)
-    codes = torch.empty(num_rows, num_groups * GROUP, dtype=torch.int8, device=x.device)
-    scales = torch.empty(num_groups, num_rows, dtype=torch.float32, device=x.device)
+    rounded = make_rounded(num_rows, in_size, GROUP, x.device)
+    num_groups = len(rounded.scales)
     grid = (num_rows, ceil_div(num_groups, ROUNDED_AT_A_TIME))
-    launch(_round_inputs_kernel, grid, (x, codes, scales, in_size, num_rows, num_groups), round_config())
-    return Rounded(codes, scales)
+    launch(_round_inputs_kernel, grid, (x, *rounded, in_size, num_rows, num_groups), round_config())
+    return rounded
 
 
 def rounded_linear(x: Tensor, weight: Codes, bias: Tensor | None, row_limits: tuple[int, int]) -> Tensor:
     """Do what `multiply_rounded` does: x [n, in] -> x W^T + bias [n, out], in x's dtype.
 
     Args:
-        x: contiguous.
+        x: it may carry its rounded form.
         weight: int8, with rows that are padded with zeros to a multiple of GROUP, and one scale a row.
         row_limits: what `limit_rows` returns.
     """
     num_rows = x.shape[0]
     out_size = weight.out_features
-    rounded = round_inputs(x)
+    rounded = find_rounded(x) or round_inputs(x.contiguous())
     y = torch.empty(num_rows, out_size, dtype=x.dtype, device=x.device)
     few, some = row_limits
     tile = SMALL_TILE if num_rows <= few else TILE if num_rows <= some else LARGE_TILE
@@ -276,14 +248,14 @@ def grouped_rounded(x: Tensor, weight: Codes, routing: Routing, gather: bool) ->
     """Do what `DynamicExperts.multiply` does. The grid of the product needs no length from the device.
 
     Args:
-        x: contiguous.
+        x: as `rounded_linear` takes it.
         weight: as `rounded_linear` takes it, of several experts.
     """
     num_experts = len(weight.codes)
     out_size = weight.out_features
     num_tokens, k = routing.weights.shape
     pairs = num_tokens * k
-    rounded = round_inputs(x)
+    rounded = find_rounded(x) or round_inputs(x.contiguous())
     y = torch.empty(pairs, out_size, dtype=x.dtype, device=x.device)
     config = grouped_config(num_tokens, num_experts, gather)
     most_tiles = min(pairs, ceil_div(pairs, config["BLOCK_M"]) + num_experts)

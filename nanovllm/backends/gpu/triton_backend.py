@@ -12,6 +12,7 @@ from nanovllm.backends.gpu.norm_rope_store import norm_rope_store
 from nanovllm.backends.gpu.paged_decode import decode_metadata, paged_decode
 from nanovllm.backends.gpu.paged_prefill import paged_prefill
 from nanovllm.backends.gpu.rms_norm import add_rms_norm, rms_norm
+from nanovllm.backends.gpu.round_groups import Rounding
 from nanovllm.backends.gpu.sample import sample
 from nanovllm.backends.gpu.sample_filter import SAMPLING_VALUES
 from nanovllm.backends.gpu.step_inputs import step_inputs
@@ -22,7 +23,12 @@ from nanovllm.ops.step_inputs import StepInputs
 
 
 class TritonKernels(Backend):
-    """Computes the operators by Triton kernels. By itself it runs in Triton's interpreter, on a CPU, for tests."""
+    """Computes the operators by Triton kernels. By itself it runs in Triton's interpreter, on a CPU, for tests.
+
+    Attributes:
+        rounding: how norms and SiLU also round what they write, for the products that follow; None: not at all. Whoever
+            makes such matrices sets it.
+    """
 
     name = "triton"
     kernels = "gpu"
@@ -32,13 +38,21 @@ class TritonKernels(Backend):
     block_sizes = (16, 32, 64, 128, 256)
     sampling_values = SAMPLING_VALUES
 
+    rounding: Rounding | None = None
+
     step_inputs = staticmethod(step_inputs)
-    rms_norm = staticmethod(rms_norm)
-    add_rms_norm = staticmethod(add_rms_norm)
-    silu_and_mul = staticmethod(silu_and_mul)
     norm_rope_store = staticmethod(norm_rope_store)
     sample = staticmethod(sample)
     token_logprobs = staticmethod(token_logprobs)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return rms_norm(x, weight, eps, self.rounding)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        return add_rms_norm(x, residual, weight, eps, self.rounding)
+
+    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+        return silu_and_mul(gate_up, self.rounding)
 
     @classmethod
     def why_cannot(cls, device: torch.device) -> str | None:
