@@ -10,6 +10,7 @@ from helpers.paths import BOX_MODEL
 from nanovllm import LLM, SamplingParams
 from nanovllm.apps.async_llm import AsyncLLM, RequestOutputKind
 from nanovllm.apps.standin.llm import SamplingParams as VllmParams
+from nanovllm.features.streaming import Pieces
 
 OPTIONS: dict[str, Any] = {"dtype": "float32", "device": "cpu", "max_model_len": 96, "max_num_seqs": 3}
 PROMPTS = ("Once upon a time", "1 + 2 =", "count from 3 to 9", "The best way")
@@ -59,6 +60,16 @@ def test_the_outputs_are_of_the_kind_that_was_asked_for(llm: LLM, engine: AsyncL
     assert [token_id for output in outputs for token_id in output.token_ids] == whole.token_ids
     assert sum(len(output.logprobs) for output in outputs) == len(whole.token_ids)
     assert (len(outputs) == 1) == (kind == "FINAL_ONLY")
+
+
+def test_an_output_does_not_grow_while_other_tasks_run_steps(llm: LLM, engine: AsyncLLM) -> None:
+    request = llm.prepare(PROMPTS[0], PARAMS)
+    with llm.claim_loop("add_request()"):
+        seq = llm.engine.add(request)
+    output, _ = engine._claimed(engine._advance, seq, Pieces(request, llm.engine.tokenizer), 0)
+    while llm.engine.has_work:
+        llm.step()
+    assert len(output.logprobs) == len(output.token_ids) < 12 == len(seq.logprobs)
 
 
 def test_a_pause_runs_no_step_and_a_task_that_leaves_aborts_its_request(llm: LLM, engine: AsyncLLM) -> None:
