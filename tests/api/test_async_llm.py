@@ -91,6 +91,27 @@ def test_a_pause_runs_no_step_and_a_task_that_leaves_aborts_its_request(llm: LLM
     assert llm.generate(PROMPTS[0], PARAMS, use_tqdm=False)[0].finish_reason == "length", "nothing is left over"
 
 
+def test_an_aborted_request_ends_with_its_tokens_so_far_and_the_others_go_on(llm: LLM, engine: AsyncLLM) -> None:
+    async def run() -> list[list[Any]]:
+        tasks = [asyncio.create_task(collect(engine, str(i), p, PARAMS)) for i, p in enumerate(PROMPTS)]
+        async for output in engine.generate(PROMPTS[0], PARAMS, "first"):
+            if output.finished:
+                break
+            if len(output.token_ids) == 3:
+                await engine.abort(["0", "first", "nobody"])
+        assert output.finish_reason == "abort" and 3 <= len(output.token_ids) < 12
+        await engine.abort("3")
+        return await asyncio.gather(*tasks)
+
+    expected = llm.generate(list(PROMPTS), PARAMS, use_tqdm=False)
+    found = [outputs[-1] for outputs in asyncio.run(run())]
+    assert [output.finish_reason for output in found] == ["abort", "length", "length", "abort"]
+    for output, whole in zip(found, expected, strict=True):
+        assert output.finished and output.token_ids == whole.token_ids[: len(output.token_ids)]
+        assert whole.text.startswith(output.text)
+    assert llm.is_finished()
+
+
 def test_what_cannot_be_streamed_is_refused(engine: AsyncLLM) -> None:
     for params, prompt, error in (
         (SamplingParams(n=2), "a", "a stream gives the text of one completion: n must be 1"),
