@@ -1,7 +1,7 @@
 """vLLM's AsyncLLM: the outputs of many requests as they grow, for the tasks of an asyncio loop."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from enum import Enum
 from typing import TYPE_CHECKING, Any
@@ -34,6 +34,8 @@ class AsyncLLM:
     def __init__(self, llm: "LLM") -> None:
         self._llm = llm
         self._thread = ThreadPoolExecutor(1, "engine")
+        self._running: dict[Sequence, str] = {}
+        """The requests of tasks, with their names, but for those that `abort` has ended."""
         self._may_run = asyncio.Event()
         self._may_run.set()
 
@@ -66,6 +68,7 @@ class AsyncLLM:
         try:
             await self._call(lambda: added.append(self._llm.engine.add(request)))
             (seq,) = added
+            self._running[seq] = request_id
             while True:
                 output, piece = await self._call(self._advance, seq, pieces, num_seen)
                 first = num_seen if is_delta else 0
@@ -82,8 +85,21 @@ class AsyncLLM:
                 if output.finished:
                     return
         finally:
+            for seq in added:
+                self._running.pop(seq, None)
             if not self._llm.engine.closed:
                 self._thread.submit(self._abort, added)
+
+    async def abort(self, request_id: str | Iterable[str]) -> None:
+        """End requests. The task of each gets its tokens so far, with the finish_reason "abort".
+
+        A name that no request has changes nothing.
+        """
+        names = [request_id] if isinstance(request_id, str) else [*request_id]
+        seqs = [seq for seq, name in self._running.items() if name in names]
+        for seq in seqs:
+            del self._running[seq]
+        await asyncio.get_running_loop().run_in_executor(self._thread, self._abort, seqs)
 
     def _abort(self, added: list[Sequence]) -> None:
         """End what has not ended. It runs after the call that adds, because calls run one after another."""
@@ -105,13 +121,15 @@ class AsyncLLM:
         engine = self._llm.engine
         if seq.finish_reason is None and len(seq.output_token_ids) == num_seen:
             engine.step()
-        if seq.finish_reason == "abort":
+        if seq.finish_reason == "abort" and seq in self._running:
             engine.raise_kept()
             raise RuntimeError("the step of another task has failed, and the engine has dropped all requests")
         if seq.finish_reason is not None:
             return engine.make_output(seq), pieces.read(seq)
         output = make_output(seq, None)  # without its text, which `pieces` make
         output.finished = False
+        if output.logprobs is not None:
+            output["logprobs"] = [*output.logprobs]  # the sequence's own list grows in the steps of other tasks
         set_decoder((output.logprobs or [])[num_seen:], engine.tokenizer)
         set_decoder(output.prompt_logprobs or [], engine.tokenizer)
         return output, pieces.read(seq)

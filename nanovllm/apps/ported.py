@@ -4,13 +4,14 @@ import gc
 import logging
 import socket
 from argparse import ArgumentParser, Namespace
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from nanovllm.config import EngineConfig, EngineOptions
+from nanovllm.engine.sequence import Sequence
 from nanovllm.inputs import PoolingParams, translate_arguments
 from nanovllm.outputs import METRICS, Embedding, Logprob, Metric, Output
 from nanovllm.sampling_params import SamplingParams
@@ -51,7 +52,8 @@ class LLMEngine:
 
     def __init__(self, llm: "LLM") -> None:
         self._llm = llm
-        self._names: dict[int, str] = {}
+        self._requests: dict[int, tuple[str, Sequence]] = {}
+        """{number: its name for the caller, and its first completion}, of the requests that have not ended."""
         self.model_config = SimpleNamespace(max_model_len=llm.max_model_len)
         alone = SimpleNamespace(data_parallel_rank=0, data_parallel_size=1)  # to its caller: it shares requests itself
         self.vllm_config = SimpleNamespace(model_config=self.model_config, parallel_config=alone)
@@ -69,7 +71,8 @@ class LLMEngine:
         translate_arguments(type(self._llm).add_request, others)
         request = self._llm.prepare(prompt, params)
         with self._llm.claim_loop("add_request()"):
-            self._names[self._llm.engine.add(request).seq_id] = request_id
+            lead = self._llm.engine.add(request)
+            self._requests[lead.seq_id] = (request_id, lead)
 
     def step(self) -> list[Output]:
         """Run one step. Return the outputs of the requests that it has ended."""
@@ -77,15 +80,29 @@ class LLMEngine:
         with self._llm.claim_loop("step()"):
             outputs = [engine.make_output(seq) for seq in (engine.step() if engine.has_work else ())]
         for output in outputs:
-            output.request_id = self._names.pop(int(output.request_id))
+            output.request_id = self._requests.pop(int(output.request_id))[0]
         return outputs
+
+    def abort_request(self, request_ids: str | Iterable[str], internal: bool = False) -> None:
+        """End requests. `step` returns nothing of them. A name that no unfinished request has changes nothing.
+
+        Args:
+            internal: vLLM's; ignored, because a request has one name here.
+        """
+        names = [request_ids] if isinstance(request_ids, str) else [*request_ids]
+        with self._llm.claim_loop("abort_request()"):
+            for number, (name, lead) in [*self._requests.items()]:
+                if name in names:
+                    del self._requests[number]
+                    for seq in (lead, *lead.others):
+                        self._llm.engine.scheduler.end(seq, "abort")
 
     def has_unfinished_requests(self) -> bool:
         """Return whether requests run or wait."""
         return not self._llm.is_finished()
 
     def get_num_unfinished_requests(self) -> int:
-        return len(self._names)
+        return len(self._requests)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._llm, name)

@@ -249,7 +249,7 @@ class WeightLoad:
         self._runner = runner
         every_layer = Parallel(runner.parallel.rank, runner.parallel.size)
         with torch.device("meta"), default_dtype(runner.dtype):
-            self._shapes = find_decoder(runner.hf_config)(runner.hf_config, runner.backend, every_layer, 1)
+            self._shapes = find_decoder(runner.hf_config)(runner.hf_config, runner.backend, every_layer)
         self._unread = find_family(runner.hf_config).unread
         self._filling = None if runner.quantizer is None else runner.quantizer.begin(self._shapes)
         """Gathers the codes of quantised matrices; None if the model has none."""

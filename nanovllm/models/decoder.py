@@ -245,7 +245,7 @@ class Decoder(nn.Module):
     layer_class: type[Layer] = Layer
     cos_sin: Tensor
 
-    def __init__(self, config: "PretrainedConfig", backend: Backend, parallel: Parallel, max_model_len: int) -> None:
+    def __init__(self, config: "PretrainedConfig", backend: Backend, parallel: Parallel) -> None:
         super().__init__()
         self.backend = backend
         self.eps = config.rms_norm_eps
@@ -258,10 +258,10 @@ class Decoder(nn.Module):
         self.lm_head = LMHead(config.vocab_size, config.hidden_size, parallel)
         if self.tied:
             self.lm_head.weight = self.embed_tokens.weight
-        self.fill_tables(config, max_model_len, next(self.layers.parameters()).device)
+        self.register_buffer("cos_sin", torch.empty(0), persistent=False)  # until `fill_tables`
 
     def fill_tables(self, config: "PretrainedConfig", num_positions: int, device: torch.device) -> None:
-        """Compute the tables that no checkpoint has. On the meta device they had no values."""
+        """Compute the tables that no checkpoint has, once the model's parameters have memory."""
         self.register_buffer("cos_sin", make_rotary_table(config, num_positions).to(device), persistent=False)
 
     def prove(self, config: "ResolvedConfig") -> None:

@@ -44,7 +44,7 @@ class Sizes:
         """
         self.backend = Backend()
         with torch.device("meta"), default_dtype(read_dtype(config)):
-            self.model = (decoder or find_decoder(config))(config, self.backend, Parallel(0, size), 1)
+            self.model = (decoder or find_decoder(config))(config, self.backend, Parallel(0, size))
         self.num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
 
     def weight_bytes(self, dtype: torch.dtype, quantizer: Quantizer | None = None) -> int:

@@ -283,7 +283,7 @@ class ModelRunner:
             self.sizes.weight_bytes(self.dtype, quantizer), self.backend.free_memory(), "the weights", advice
         )
         with torch.device("meta"), default_dtype(self.dtype):
-            self.model = self.decoder(self.hf_config, self.backend, self.parallel, self.config.max_model_len)
+            self.model = self.decoder(self.hf_config, self.backend, self.parallel)
         allocate(self.model, self.device, () if quantizer is None else quantizer.list_matrices(self.model))
         self.model.fill_tables(self.hf_config, self.config.max_model_len, self.device)
         self.backend.prepare_weights(parameter for parameter in self.model.parameters() if not parameter.is_meta)

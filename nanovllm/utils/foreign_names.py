@@ -1,8 +1,10 @@
 """Answers a name that is vLLM's or nano-vLLM's, and not ours: by the tables of vllm_names.py."""
 
 import logging
+import sys
 from collections.abc import Collection, Mapping
 from functools import cache
+from opcode import opname
 from typing import Any, NoReturn
 
 from nanovllm.utils.checks import quote, suggest
@@ -75,10 +77,15 @@ def check_import(name: str, ours: Collection[str]) -> None:
 
 
 def refuse_name(module: str, name: str) -> NoReturn:
-    """Raise the error for a name that a module of ours lacks: see `check_import`."""
-    if not name.startswith("_"):
+    """Raise the error for a name that a module of ours lacks: `from module import name` gets that of `check_import`.
+
+    Every other access gets an AttributeError, so that hasattr() is False. Python replaces an AttributeError of an
+    import by its own error, which has no advice. So the caller's instruction decides.
+    """
+    caller = sys._getframe(1)
+    if opname[caller.f_code.co_code[caller.f_lasti]] == "IMPORT_FROM":
         check_import(f"{module}.{name}", ())
-    raise AttributeError(f"module {module!r} has no attribute {name!r}", name=name)
+    raise explain_missing(f"module {module!r}", name)
 
 
 def advise(name: str) -> str | None:

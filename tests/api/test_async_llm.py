@@ -10,6 +10,7 @@ from helpers.paths import BOX_MODEL
 from nanovllm import LLM, SamplingParams
 from nanovllm.apps.async_llm import AsyncLLM, RequestOutputKind
 from nanovllm.apps.standin.llm import SamplingParams as VllmParams
+from nanovllm.features.streaming import Pieces
 
 OPTIONS: dict[str, Any] = {"dtype": "float32", "device": "cpu", "max_model_len": 96, "max_num_seqs": 3}
 PROMPTS = ("Once upon a time", "1 + 2 =", "count from 3 to 9", "The best way")
@@ -61,6 +62,16 @@ def test_the_outputs_are_of_the_kind_that_was_asked_for(llm: LLM, engine: AsyncL
     assert (len(outputs) == 1) == (kind == "FINAL_ONLY")
 
 
+def test_an_output_does_not_grow_while_other_tasks_run_steps(llm: LLM, engine: AsyncLLM) -> None:
+    request = llm.prepare(PROMPTS[0], PARAMS)
+    with llm.claim_loop("add_request()"):
+        seq = llm.engine.add(request)
+    output, _ = engine._claimed(engine._advance, seq, Pieces(request, llm.engine.tokenizer), 0)
+    while llm.engine.has_work:
+        llm.step()
+    assert len(output.logprobs) == len(output.token_ids) < 12 == len(seq.logprobs)
+
+
 def test_a_pause_runs_no_step_and_a_task_that_leaves_aborts_its_request(llm: LLM, engine: AsyncLLM) -> None:
     async def run() -> None:
         task = asyncio.create_task(collect(engine, "a", PROMPTS[0], PARAMS))
@@ -78,6 +89,27 @@ def test_a_pause_runs_no_step_and_a_task_that_leaves_aborts_its_request(llm: LLM
 
     asyncio.run(run())
     assert llm.generate(PROMPTS[0], PARAMS, use_tqdm=False)[0].finish_reason == "length", "nothing is left over"
+
+
+def test_an_aborted_request_ends_with_its_tokens_so_far_and_the_others_go_on(llm: LLM, engine: AsyncLLM) -> None:
+    async def run() -> list[list[Any]]:
+        tasks = [asyncio.create_task(collect(engine, str(i), p, PARAMS)) for i, p in enumerate(PROMPTS)]
+        async for output in engine.generate(PROMPTS[0], PARAMS, "first"):
+            if output.finished:
+                break
+            if len(output.token_ids) == 3:
+                await engine.abort(["0", "first", "nobody"])
+        assert output.finish_reason == "abort" and 3 <= len(output.token_ids) < 12
+        await engine.abort("3")
+        return await asyncio.gather(*tasks)
+
+    expected = llm.generate(list(PROMPTS), PARAMS, use_tqdm=False)
+    found = [outputs[-1] for outputs in asyncio.run(run())]
+    assert [output.finish_reason for output in found] == ["abort", "length", "length", "abort"]
+    for output, whole in zip(found, expected, strict=True):
+        assert output.finished and output.token_ids == whole.token_ids[: len(output.token_ids)]
+        assert whole.text.startswith(output.text)
+    assert llm.is_finished()
 
 
 def test_what_cannot_be_streamed_is_refused(engine: AsyncLLM) -> None:

@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import importlib
 import pickle
 import re
 import runpy
@@ -10,6 +11,7 @@ from collections.abc import Iterator
 from inspect import signature
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from helpers.paths import ROOT
@@ -175,6 +177,23 @@ def test_a_name_that_resembles_one_of_ours_gets_a_question() -> None:
     assert not hasattr(nanovllm, "SamplingParam")
 
 
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        *(("config", "VllmConfig"), ("inputs", "EmbedsPrompt"), ("outputs", "PoolingRequestOutput")),
+        *(("sampling_params", "BeamSearchParams"), ("utils", "envs"), ("engine", "arg_utils")),
+    ],
+)
+def test_a_name_that_a_module_lacks_is_no_attribute_and_its_import_gets_advice(module: str, name: str) -> None:
+    found = importlib.import_module(f"nanovllm.{module}")
+    assert not hasattr(found, name) and getattr(found, name, 5) == 5
+    with pytest.raises(ImportError, match=f"nanovllm.{module} has no '{name}': .*nanovllm run"):
+        exec(f"from nanovllm.{module} import {name} as other")
+    with mock.patch(f"nanovllm.{module}.{name}", 3, create=True):
+        assert getattr(found, name) == 3
+    assert not hasattr(found, name)
+
+
 def test_modules_and_names_that_nobody_has_are_what_python_says() -> None:
     for code in ("import nanovllm.nothing", "import nanovllm.config.nothing"):
         with pytest.raises(ModuleNotFoundError, match=r"No module named 'nanovllm.*nothing'"):
@@ -226,6 +245,28 @@ def test_vllms_loop_gives_each_request_once_with_all_its_completions(llm: LLM) -
     expected = llm.generate(["a", "b"], params, use_tqdm=False)
     assert [*ended] == ["first", "second"] and [len(output.outputs) for output in ended.values()] == [1, 2]
     assert [output.text for output in ended.values()] == [output.text for output in expected]
+
+
+def test_vllms_loop_ends_the_requests_that_are_named(llm: LLM) -> None:
+    from nanovllm import LLMEngine  # type: ignore[attr-defined]
+
+    engine = LLMEngine(llm)
+    params = SamplingParams(seed=3, max_tokens=8, ignore_eos=True)
+    (expected,) = llm.generate("b", params, use_tqdm=False)
+    for name, n in (("running", 2), ("other", 1), ("waiting", 1)):
+        if name == "waiting":
+            engine.step()
+        engine.add_request(name, "b", SamplingParams(seed=3, max_tokens=8, ignore_eos=True, n=n))
+    engine.abort_request("running")
+    engine.abort_request(["waiting", "nobody"])
+    assert engine.get_num_unfinished_requests() == 1
+    ended = []
+    while engine.has_unfinished_requests():
+        ended += engine.step()
+    assert [(output.request_id, output.token_ids) for output in ended] == [("other", expected.token_ids)]
+    engine.abort_request(["other"])
+    assert llm.stats()["num_free_blocks"] == llm.stats()["num_blocks"]
+    assert llm.generate("b", params, use_tqdm=False)[0].token_ids == expected.token_ids
 
 
 def test_arguments_of_embed_that_cannot_be_had_are_refused() -> None:

@@ -225,7 +225,8 @@ def test_a_model_is_made_on_its_device_entirely() -> None:
     shape = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
     config = Qwen3Config(**shape, head_dim=32)
     with torch.device("meta"):
-        model = Decoder(config, TorchBackend(), Parallel(), 128)
+        model = Decoder(config, TorchBackend(), Parallel())
+        model.fill_tables(config, 128, torch.device("meta"))
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     assert {name for name, tensor in tensors.items() if tensor.device.type != "meta"} == set()
 

@@ -1,16 +1,27 @@
-"""Makes `vllm` this engine in one process, by a finder of modules and versions."""
+"""Makes `vllm` this engine: in this process by a finder of modules and versions, in its children by their environment.
 
+Nothing is installed.
+"""
+
+import os
 import sys
-from collections.abc import Iterator
+from functools import partial
 from importlib import import_module
+from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
 from importlib.metadata import Distribution, DistributionFinder
+from importlib.util import find_spec
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from nanovllm.apps.standin.environment import VERSION, prepare_children
-from nanovllm.utils.foreign_names import advise
+from nanovllm.utils.foreign_names import advise, explain_missing
 from nanovllm.version import __version__
+
+VARIABLE = "NANOVLLM_AS_VLLM"
+
+VERSION = os.environ.get(VARIABLE, "0.30.0")
+"""The version of vLLM that is claimed. Clients refuse versions that they do not know, so the environment chooses."""
 
 MODULES = (
     *("config", "distributed.parallel_state", "distributed.weight_transfer.nccl_common", "engine.arg_utils"),
@@ -38,20 +49,23 @@ class _Version(Distribution):
         raise FileNotFoundError(path)
 
 
-class _Module(ModuleType):
-    """A module of vLLM's. It imports what stands for its names, and with it torch, only when it is asked for one."""
+def find_name(module: str, name: str) -> Any:
+    """Return what stands for a name in a module of vLLM's; AttributeError if nothing does.
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}", name=name)
-        if is_answered(module := f"{self.__name__}.{name}"):
-            return import_module(module)
-        from nanovllm.apps.standin.llm import find_name
+    torch is imported only now, when a script asks for a name.
+    """
+    if name.startswith("__"):
+        raise AttributeError(f"module {module!r} has no attribute {name!r}", name=name)
+    if is_answered(f"{module}.{name}"):
+        return import_module(f"{module}.{name}")
+    from nanovllm.apps.standin.llm import NAMES
 
-        return find_name(name)
+    if name not in NAMES:
+        raise explain_missing("nanovllm, which is vllm here,", name)
+    return NAMES[name]
 
 
-class _Finder(DistributionFinder):
+class _Finder(DistributionFinder, Loader):
     """Python asks it for modules, and importlib.metadata for versions."""
 
     def find_spec(self, name: str, *_: Any) -> ModuleSpec | None:
@@ -61,22 +75,39 @@ class _Finder(DistributionFinder):
             ImportError: vLLM has it, and we do not.
         """
         if is_answered(name):
-            return ModuleSpec(name, self, is_package=True)  # type: ignore[arg-type]
+            return ModuleSpec(name, self, is_package=True)
         if name.startswith("vllm.") and (advice := advise(name)):
             raise ImportError(f"{name}: nanovllm, which is vllm here, does not have it: {advice}", name=name)
         return None
 
-    def create_module(self, spec: ModuleSpec) -> ModuleType:
-        module = _Module(spec.name)
-        vars(module).update(__version__=VERSION, __nanovllm__=__version__)
-        return module
-
     def exec_module(self, module: ModuleType) -> None:
-        """Leave the module as it is."""
+        finder = partial(find_name, module.__name__)
+        vars(module).update(__version__=VERSION, __nanovllm__=__version__, __getattr__=finder)
 
-    def find_distributions(self, context: Any = None) -> Iterator[Distribution]:
-        if context is not None and context.name == "vllm":
-            yield _Version()
+    def find_distributions(self, context: Any = None) -> list[Distribution]:
+        return [_Version()] if context is not None and context.name == "vllm" else []
+
+
+def prepare_children(version: str = VERSION, replace: bool = False) -> None:
+    """Make `vllm` this engine in processes that this one starts, and say so on stderr.
+
+    Args:
+        version: the version of vLLM to claim.
+        replace: do so even if vLLM itself is installed.
+
+    Raises:
+        ValueError: vLLM is installed.
+    """
+    real = find_spec("vllm")
+    if real is not None and real.origin is not None and not replace:  # the stand-in has no file
+        raise ValueError(
+            f"vLLM itself is installed ({real.origin}), and comparisons with it would compare nanovllm with itself: "
+            "use an environment without it, or `nanovllm run --replace`"
+        )
+    path = [str(Path(__file__).parent / "children"), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    os.environ.update({VARIABLE: version, "PYTHONPATH": os.pathsep.join(filter(None, path))})
+    notice = f"vllm is nanovllm {__version__} in this process and its children; it calls itself {version}"
+    print(notice, file=sys.stderr, flush=True)
 
 
 def put_finder() -> None:

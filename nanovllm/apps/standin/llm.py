@@ -1,9 +1,7 @@
 """The names that `vllm` has: ours, but with vLLM's defaults, and vLLM's meaning where ours is another one."""
 
-import os
-from collections.abc import Mapping
 from dataclasses import replace
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -13,7 +11,6 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 import nanovllm
-from nanovllm import llm, sampling_params
 from nanovllm.apps import ported
 from nanovllm.apps.async_llm import AsyncLLM, RequestOutputKind
 from nanovllm.engine.claim import State
@@ -24,11 +21,11 @@ from nanovllm.utils.foreign_names import explain_missing
 from nanovllm.utils.vllm_names import ACCEPTED, ADVICE, LISTED
 
 
-class SamplingParams(sampling_params.SamplingParams):
+class SamplingParams(nanovllm.SamplingParams):
     """Without max_tokens a request has 16. All fields have names, because vLLM's have another order."""
 
     __slots__ = ("output_kind",)  # AsyncLLM reads it
-    __annotations__ = {**sampling_params.SamplingParams.__annotations__, **ACCEPTED["SamplingParams"]}
+    __annotations__ = {**nanovllm.SamplingParams.__annotations__, **ACCEPTED["SamplingParams"]}
     """Clients leave out, without a word, what has no name here. So the fields of vLLM's that are refused have one."""
 
     def __init__(self, *, output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE, **fields: Any) -> None:
@@ -36,19 +33,16 @@ class SamplingParams(sampling_params.SamplingParams):
         self.output_kind = output_kind
 
     def clone(self) -> "SamplingParams":
-        fields = {name: getattr(self, name) for name in self.__struct_fields__}
-        return type(self)(output_kind=self.output_kind, **fields)
+        return replace(self, output_kind=self.output_kind)  # type: ignore[call-arg]
 
 
-class LLM(llm.LLM):
+class LLM(nanovllm.LLM):
     """vLLM's LLM, with the attributes through which trainers and evaluations reach into it."""
 
     def __init__(self, model: Any, *, profiler_config: Any = None, **options: Any) -> None:
-        profiler = {"profiler": "torch", "torch_profiler_dir": os.environ.get("VLLM_TORCH_PROFILER_DIR")}
-        profiler.update(profiler_config or {})
-        as_choice(profiler["profiler"], "the profiler of profiler_config", ["torch"])
+        self._profiler = {"profiler": "torch", "torch_profiler_dir": None, **(profiler_config or {})}
+        as_choice(self._profiler["profiler"], "the profiler of profiler_config", ["torch"])
         super().__init__(model, **options)
-        self._trace_folder = profiler["torch_profiler_dir"]
         self._embeds = options.get("runner") == "pooling"
         facts = self.engine.facts
         if not facts.refused_defaults:
@@ -59,24 +53,21 @@ class LLM(llm.LLM):
         """Return how alike texts are: the cosine of their vectors, which vLLM's score() is for models that embed."""
         if not self._embeds:
             raise NotImplementedError(
-                "vLLM's score() is how relevant a text is: with runner='pooling' it is the cosine of two vectors; in "
-                "nanovllm itself score() is the log-probability of a text after another one"
+                "vLLM's score() is a relevance, nanovllm's a log-probability; with runner='pooling' it is a cosine"
             )
-        texts = [[given] if isinstance(given, str) else given for given in (prompts, continuations)]
-        left, right = ([one.embedding for one in self.embed(given, use_tqdm, **others)] for given in texts)
+        both = (self.embed(texts, use_tqdm, **others) for texts in (prompts, continuations))
+        left, right = ([one.embedding for one in outputs] for outputs in both)
         left *= len(right) if len(left) == 1 else 1
         if len(left) != len(right):
             raise ValueError(f"score() has {len(left)} texts for {len(right)}; give one for all, or one each")
         return [SimpleNamespace(outputs=SimpleNamespace(score=float(a @ b))) for a, b in zip(left, right, strict=True)]
 
-    @cached_property
-    def _profile(self) -> torch.profiler.profile:
-        if self._trace_folder is None:
-            raise ValueError("give profiler_config={'profiler': 'torch', 'torch_profiler_dir': FOLDER} to LLM")
-        return torch.profiler.profile(on_trace_ready=torch.profiler.tensorboard_trace_handler(self._trace_folder))
-
     def start_profile(self) -> None:
         """Trace this process: a rank that is another process is not in the file."""
+        folder = self._profiler["torch_profiler_dir"]
+        if folder is None:
+            raise ValueError("give profiler_config={'profiler': 'torch', 'torch_profiler_dir': FOLDER} to LLM")
+        self._profile = torch.profiler.profile(on_trace_ready=torch.profiler.tensorboard_trace_handler(folder))
         self._profile.start()
 
     def stop_profile(self) -> None:
@@ -102,35 +93,29 @@ class LLM(llm.LLM):
         return super().reset_prefix_cache(*args, **options)
 
 
-NAMES: Mapping[str, Any] = {
-    **{name: getattr(nanovllm, name) for name in nanovllm.__all__},
-    **ported.NAMES,
-    "LLM": LLM,
-    "SamplingParams": SamplingParams,
-    "AsyncLLM": AsyncLLM,
-    "AsyncLLMEngine": AsyncLLM,
-    "RequestOutputKind": RequestOutputKind,
-    "current_platform": SimpleNamespace(is_cuda=torch.cuda.is_available, is_rocm=lambda: False),
-    "get_tokenizer": AutoTokenizer.from_pretrained,
-}
+def refuse_calls(name: str) -> type:
+    """Return a class that raises an error when it is called."""
+
+    def refuse(*_: Any, **__: Any) -> NoReturn:
+        raise NotImplementedError(f"nanovllm, which is vllm here, has no {name}: {ADVICE.get(name, LISTED)}")
+
+    return type(name, (), {"__init__": refuse})
+
 
 UNCALLED = (
     *("BeamSearchParams", "ClassificationRequestOutput", "KVTransferConfig", "NCCLTrainerSendWeightsArgs"),
     *("NCCLWeightTransferEngine", "PoolerConfig", "PoolingRequestOutput", "ScoringRequestOutput"),
     *("WeightTransferConfig", "get_ip", "packed_nccl_broadcast_producer", "trainer_init"),
 )
-"""Names that clients import, and that most of them never call. A call raises an error."""
+"""Names that clients import, and that most of them never call."""
 
-
-@cache
-def find_name(name: str) -> Any:
-    """Return what stands for a name of vLLM's, whatever module it is imported from; AttributeError if nothing does."""
-    if name in NAMES:
-        return NAMES[name]
-    if name not in UNCALLED:
-        raise explain_missing("nanovllm, which is vllm here,", name)
-
-    def refuse(*_: Any, **__: Any) -> NoReturn:
-        raise NotImplementedError(f"nanovllm, which is vllm here, has no {name}: {ADVICE.get(name, LISTED)}")
-
-    return type(name, (), {"__init__": refuse})
+NAMES: dict[str, Any] = {
+    **{name: getattr(nanovllm, name) for name in nanovllm.__all__},
+    **ported.NAMES,
+    **{made.__name__: made for made in (LLM, SamplingParams, AsyncLLM, RequestOutputKind)},
+    **{name: refuse_calls(name) for name in UNCALLED},
+    "AsyncLLMEngine": AsyncLLM,
+    "current_platform": SimpleNamespace(is_cuda=torch.cuda.is_available, is_rocm=lambda: False),
+    "get_tokenizer": AutoTokenizer.from_pretrained,
+}
+"""They do not depend on the module of vLLM's that a script imports them from."""

@@ -32,8 +32,8 @@ def make_stage_decoder(decoder: type[Decoder], stage: Stage) -> type[Decoder]:
 
         received: Tensor
 
-        def __init__(self, config: "PretrainedConfig", backend: Backend, parallel: Parallel, max_len: int) -> None:
-            super().__init__(config, backend, parallel, max_len)
+        def __init__(self, config: "PretrainedConfig", backend: Backend, parallel: Parallel) -> None:
+            super().__init__(config, backend, parallel)
             others = [i for i in range(stage.num_layers) if not stage.first <= i < stage.end]
             for i in others:
                 delattr(self.layers, str(i))

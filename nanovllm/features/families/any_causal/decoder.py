@@ -119,7 +119,7 @@ last_built: dict[tuple[str, torch.dtype], "AnyDecoder"] = {}
 """The model that was built last, on the meta device: {(its configuration as JSON, the default dtype): the model}."""
 
 
-def make_decoder(config: "PretrainedConfig", backend: Backend, parallel: Parallel, max_model_len: int) -> "AnyDecoder":
+def make_decoder(config: "PretrainedConfig", backend: Backend, parallel: Parallel) -> "AnyDecoder":
     """Return a model on the meta device.
 
     To build one takes a second, and an engine needs three: its options, its memory and its weights. Each gets a copy of
