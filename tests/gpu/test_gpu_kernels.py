@@ -54,6 +54,7 @@ from nanovllm.backends.gpu.quantized_linear import TILES
 from nanovllm.backends.gpu.rms_norm import add_rms_norm, rms_norm
 from nanovllm.backends.gpu.route import route
 from nanovllm.backends.gpu.sample import sample
+from nanovllm.backends.gpu.triton_backend import TritonKernels
 from nanovllm.features.edits.edit_logits import MaskAndPenalties, edit_logits_reference
 from nanovllm.features.families.qwen3_moe.ops import route_reference
 from nanovllm.features.quantized.torch_matrix import DynamicMatrix
@@ -194,7 +195,9 @@ def test_linear_attention_is_the_reference(heads: tuple[int, int, int, int], dty
     layer = DeltaLayer(*heads, width=4, dtype=dtype, device=DEVICE)
     # Sums of up to 128 terms in another order, and a rounding to the dtype's neighbour.
     tolerance = 2e-5 if dtype == torch.float32 else 4 * torch.finfo(dtype).eps
-    assert_delta_is_the_reference(layer, TritonHybridOperators(None), ([70, 0, 5], [1, 40, 1], [1, 1, 1]), tolerance)
+    assert_delta_is_the_reference(
+        layer, TritonHybridOperators(TritonKernels(CUDA)), ([70, 0, 5], [1, 40, 1], [1, 1, 1]), tolerance
+    )
 
 
 def copy_into(static: AttentionCase, case: AttentionCase) -> None:

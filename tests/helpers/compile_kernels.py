@@ -212,9 +212,11 @@ def launches(models: dict[str, Model], block_sizes: tuple[int, ...], arch: int, 
                 )
         if model.value_heads:
             yield launch(causal_conv._causal_conv_kernel, causal_conv.causal_conv_config(4))
-            config = gated_rms_norm.gated_rms_norm_config(model.value_heads, 128)
-            yield launch(gated_rms_norm._gated_rms_norm_kernel, config)
-            yield launch(gate_and_mul._gate_and_mul_kernel, gate_and_mul.gate_and_mul_config(False, None))
+            for rounding, types in roundings:
+                config = gated_rms_norm.gated_rms_norm_config(model.value_heads, 128, rounding)
+                yield launch(gated_rms_norm._gated_rms_norm_kernel, config, **types)
+                config = gate_and_mul.gate_and_mul_config(False, rounding)
+                yield launch(gate_and_mul._gate_and_mul_kernel, config, **types)
             for ranks in (1, 2, 4, 8):
                 config = gated_delta.head_config(16 // ranks, model.value_heads // ranks, 128, 128)
                 yield launch(gated_delta._gated_delta_kernel, config | gated_delta.TOKEN_CONFIG)

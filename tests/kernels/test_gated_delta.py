@@ -12,8 +12,10 @@ from helpers.kernel_cases import DEVICE, HALF, make_inputs, poisoned_memory
 from nanovllm.backends.cpu.backend import CpuBackend
 from nanovllm.backends.cpu.hybrids import Operators as CpuHybridOperators
 from nanovllm.backends.gpu.hybrids import Operators as TritonHybridOperators
+from nanovllm.backends.gpu.triton_backend import TritonKernels
 from nanovllm.features.families.qwen3_5.ops import HybridOperators
 
+TRITON = TritonHybridOperators(TritonKernels(DEVICE))
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 
 STEPS = ([5, 0, 40, 1], [1, 3, 1, 1], [1, 1, 1, 1], [2, 70, 1, 0], [1, 1, 1, 1])
@@ -109,7 +111,7 @@ def test_tritons_kernels_are_the_references(
     with poisoned_memory():
         # Sums of up to 128 terms in another order, and one rounding to the dtype and its neighbour.
         tolerance = 2e-5 if dtype == FP32 else 4 * torch.finfo(HALF).eps
-        assert_delta_is_the_reference(layer, TritonHybridOperators(None), SHORT_STEPS[dtype], tolerance)
+        assert_delta_is_the_reference(layer, TRITON, SHORT_STEPS[dtype], tolerance)
 
 
 @needs_triton
@@ -123,7 +125,7 @@ def test_extreme_gates_in_chunks(gate: float) -> None:
     inputs[:, -2] = -gate
     outs = [
         run_in_chunks(layer, operators, [inputs], 100, together=True)[0]
-        for operators in (HybridOperators(None), TritonHybridOperators(None))
+        for operators in (HybridOperators(None), TRITON)
     ]
     torch.testing.assert_close(outs[1], outs[0], rtol=4e-3, atol=4e-3)
 
@@ -137,7 +139,7 @@ def test_nan_stays_in_its_sequence() -> None:
         inputs = layer.inputs(80)
         inputs[70:75] = value
         step = make_inputs([70, 5, 5], [70, 5, 5], rows=[0, 1, 2], device=DEVICE)
-        out = layer.run(TritonHybridOperators(None), inputs, state, step)[1]
+        out = layer.run(TRITON, inputs, state, step)[1]
         results.append((out[:70], out[75:], state.recurrent[[0, 2]]))
     assert out[70:75].isnan().all()
     for one, other in zip(*results, strict=True):
@@ -151,7 +153,7 @@ def test_chunks_are_found_among_many_sequences() -> None:
     layer = DeltaLayer(1, 1, 16, 16, 1, FP32, DEVICE)
     several = {3: 20, 255: 2, 256: 33, 299: 3}
     lens = [several.get(i, 1) for i in range(300)]
-    assert_delta_is_the_reference(layer, TritonHybridOperators(None), [lens], 2e-5)
+    assert_delta_is_the_reference(layer, TRITON, [lens], 2e-5)
 
 
 @needs_triton
@@ -161,11 +163,16 @@ def test_padding_of_a_graph_shares_the_last_row_and_touches_no_other() -> None:
     results = []
     for padding in (0, 2):
         state = layer.new_state(6)
-        layer.run(TritonHybridOperators(None), layer.inputs(9), state, make_inputs([3] * 3, [3] * 3, device=DEVICE))
+        layer.run(
+            TRITON,
+            layer.inputs(9),
+            state,
+            make_inputs([3] * 3, [3] * 3, device=DEVICE),
+        )
         rows = [0, 1, 2] + [5] * padding
         step = make_inputs([1] * (3 + padding), [4] * 3 + [1] * padding, rows=rows, device=DEVICE)
         inputs = torch.cat((layer.inputs(3, seed=1), layer.inputs(padding, seed=2)))
-        *_, out = layer.run(TritonHybridOperators(None), inputs, state, step)
+        *_, out = layer.run(TRITON, inputs, state, step)
         assert torch.isfinite(out).all()
         results.append((out[:3], state.conv[:5], state.recurrent[:5]))
     for alone, padded in zip(*results, strict=True):
@@ -176,5 +183,5 @@ def test_padding_of_a_graph_shares_the_last_row_and_touches_no_other() -> None:
 def test_tritons_gate_is_the_reference() -> None:
     x, gate = (20 * torch.randn(5, 3 * 80, generator=torch.Generator().manual_seed(i)).to(DEVICE, HALF) for i in (1, 2))
     apart = gate[:, 80:160]
-    found = TritonHybridOperators(None).sigmoid_and_mul(x[:, :80].contiguous(), apart)
+    found = TRITON.sigmoid_and_mul(x[:, :80].contiguous(), apart)
     torch.testing.assert_close(found, x[:, :80] * torch.sigmoid(apart), rtol=2e-3, atol=1e-6)

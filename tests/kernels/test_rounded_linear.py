@@ -11,7 +11,8 @@ pytest.importorskip("triton")
 from helpers.pretend_cuda import noted
 
 from nanovllm.backends.gpu import rounded_linear
-from nanovllm.backends.gpu.gate_and_mul import silu_and_mul
+from nanovllm.backends.gpu.gate_and_mul import sigmoid_and_mul, silu_and_mul
+from nanovllm.backends.gpu.gated_rms_norm import gated_rms_norm
 from nanovllm.backends.gpu.quantized import Operators, RoundedTritonMatrix, pad_rows
 from nanovllm.backends.gpu.rms_norm import add_rms_norm, rms_norm
 from nanovllm.backends.gpu.round_groups import find_rounded
@@ -72,7 +73,23 @@ def test_norms_and_gates_round_what_they_write_as_the_reference_does(size: int, 
         "norm": [rms_norm(apart, weight, 1e-6, rounding) for rounding in (None, ROUNDING)],
         "sum": [add_rms_norm(apart, y, wide, 1e-6, rounding)[0] for rounding in (None, ROUNDING)],
         "gate": [silu_and_mul(x, rounding) for rounding in (None, ROUNDING)],
+        "sigmoid": [sigmoid_and_mul(apart.contiguous(), y, rounding) for rounding in (None, ROUNDING)],
     }
+    check_rounded(made)
+
+
+@pytest.mark.parametrize("dim", [128, 256])
+def test_a_gated_norm_rounds_its_heads(dim: int) -> None:
+    """A head has whole groups, and the last program has fewer heads than the others."""
+    x = hostile_rows(12, 6 * dim, HALF).view(12, 6, dim)
+    args = (x, randn(12, 6 * dim, dtype=HALF), randn(dim, dtype=HALF), 1e-6)
+    check_rounded({"norm": [gated_rms_norm(*args, rounding) for rounding in (None, ROUNDING)]})
+    args = (x[:, :5, :80].contiguous(), randn(12, 400, dtype=HALF), randn(80, dtype=HALF), 1e-6)
+    assert find_rounded(gated_rms_norm(*args, ROUNDING)) is None
+
+
+def check_rounded(made: dict[str, list[torch.Tensor]]) -> None:
+    """By name: what a kernel writes without rounding, and with it."""
     for name, (plain, got) in made.items():
         torch.testing.assert_close(got, plain, equal_nan=True, msg=lambda text, name=name: f"{name}: {text}")
         assert plain.isnan().any() and not plain.isnan().all(), name

@@ -107,6 +107,18 @@ def test_norms_and_silu_round_the_inputs_of_the_products_that_follow(size: int) 
     assert "linear" not in operators.counts
 
 
+def test_a_hybrid_launches_no_rounding() -> None:
+    """Norms and gates write all that its products read: those of attention and of the states, too."""
+    with pretend_runner("qwen3.5-0.8b", max_num_seqs=64) as runner:
+        quantize(runner, 8, None, rounds_inputs=True)
+        graphs = CudaGraphs(runner)
+        with noted() as launches:
+            graphs.run_once(64)
+    counts = Counter(launch.kernel.__name__ for launch in launches)
+    assert counts["_rounded_linear_kernel"] == 18 * 4 + 6 * 5 + 1
+    assert counts["_round_inputs_kernel"] == 0
+
+
 def test_experts_need_no_value_on_the_host_either() -> None:
     """Qwen3-30B-A3B: a router, and two grouped products of our own, where a dense layer has two products of torch's."""
     layers = 48

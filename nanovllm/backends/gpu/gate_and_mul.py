@@ -59,9 +59,7 @@ def gate_and_mul_config(silu: bool, rounding: Rounding | None) -> dict[str, floa
     return {"SILU": silu, "BLOCK": BLOCK, "num_warps": 4} | rounding_config(rounding)
 
 
-def _gate_and_mul(
-    x: Tensor, x_start: int, gate: Tensor, size: int, silu: bool, rounding: Rounding | None = None
-) -> Tensor:
+def _gate_and_mul(x: Tensor, x_start: int, gate: Tensor, size: int, silu: bool, rounding: Rounding | None) -> Tensor:
     """Multiply x[:, x_start : x_start + size] by the activated gate[:, :size]."""
     num_tokens = len(x)
     out = torch.empty(num_tokens, size, dtype=x.dtype, device=x.device)
@@ -80,6 +78,10 @@ def silu_and_mul(gate_up: Tensor, rounding: Rounding | None = None) -> Tensor:
     return _gate_and_mul(gate_up, size, gate_up, size, True, rounding)
 
 
-def sigmoid_and_mul(x: Tensor, gate: Tensor) -> Tensor:
-    """sigmoid_and_mul_reference in one kernel."""
-    return _gate_and_mul(x, 0, gate, x.shape[1], silu=False)
+def sigmoid_and_mul(x: Tensor, gate: Tensor, rounding: Rounding | None = None) -> Tensor:
+    """sigmoid_and_mul_reference in one kernel.
+
+    Args:
+        rounding: as in `silu_and_mul`.
+    """
+    return _gate_and_mul(x, 0, gate, x.shape[1], False, rounding)
