@@ -416,7 +416,7 @@ def test_products_of_few_rows_are_torch_s_and_the_same_in_any_batch(
     matrix = FewRowsMatrix((torch.randn(out_size, in_size, device=CUDA) * in_size**-0.5).to(dtype))
     x = torch.randn(MAX_ROWS, in_size, device=CUDA).to(dtype)
     residual = torch.randn(MAX_ROWS, out_size, device=CUDA).to(dtype)
-    product = torch.nn.functional.linear(x.float(), matrix._weight.float())
+    product = torch.nn.functional.linear(x.float(), matrix.weight.float())
     eps = torch.finfo(dtype).eps
 
     def step() -> list[torch.Tensor]:

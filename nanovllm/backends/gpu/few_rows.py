@@ -9,8 +9,8 @@ rows, the split of a sum follows from the matrix alone, and its parts are added 
 
 No GPU has timed this, so no engine uses it by itself. benchmarks/own_products.py makes an engine use it.
 
-The references are torch's product, `silu_and_mul_reference` in ops/silu_and_mul.py, and the sum that
-`add_rms_norm_reference` in ops/rms_norm.py norms.
+The product is torch's F.linear. Of the activation after it, the reference is `silu_and_mul_reference` in
+ops/silu_and_mul.py; of the sum with the residual, the reference is `add_rms_norm_reference` in ops/rms_norm.py.
 """
 
 from typing import NamedTuple
@@ -192,10 +192,10 @@ class FewRowsMatrix:
         Args:
             weight: [out, in], contiguous. It is read where it is, so new values may be written there.
         """
-        self._weight = weight
-        self._cut = cut_matrix(*weight.shape)
-        num_tiles = ceil_div(weight.shape[0], self._cut.columns)
-        self._arrivals = torch.zeros(num_tiles, dtype=torch.int32, device=weight.device)
+        self.weight = weight
+        self.cut = cut_matrix(*weight.shape)
+        num_tiles = ceil_div(weight.shape[0], self.cut.columns)
+        self.arrivals = torch.zeros(num_tiles, dtype=torch.int32, device=weight.device)
 
     @staticmethod
     def is_supported(weight: Tensor) -> bool:
@@ -208,26 +208,34 @@ class FewRowsMatrix:
         Args:
             residual: [n, out], contiguous.
         """
-        return self._launch(x, bias, residual, silu=False)
+        return few_rows_linear(x, self, bias, residual, silu=False)
 
     def multiply_gated(self, x: Tensor) -> Tensor:
         """x [n, in] -> silu_and_mul(x W^T) [n, out / 2]: the first half of W's rows are the gate's."""
-        return self._launch(x, None, None, silu=True)
+        return few_rows_linear(x, self, None, None, silu=True)
 
-    def _launch(self, x: Tensor, bias: Tensor | None, residual: Tensor | None, silu: bool) -> Tensor:
-        num_rows = len(x)
-        assert num_rows <= MAX_ROWS, f"{num_rows} rows, and a tile has {MAX_ROWS}"
-        out_size, in_size = self._weight.shape
-        cut = self._cut
-        num_tiles = len(self._arrivals)
-        y = torch.empty(num_rows, out_size // 2 if silu else out_size, dtype=x.dtype, device=x.device)
-        num_partial = num_tiles * cut.parts * MAX_ROWS * cut.columns if cut.parts > 1 else 0
-        partial = torch.empty(num_partial, dtype=torch.float32, device=x.device)
-        x = x.contiguous()
-        # Where there is no bias and no residual, x takes their place as argument. The kernel does not read it there.
-        pointers = (x, self._weight, x if bias is None else bias, x if residual is None else residual, y)
-        sizes = (in_size, out_size, num_rows, cut.part_steps)
-        config = few_rows_config(cut, bias is not None, residual is not None, silu)
-        grid = (num_tiles if num_rows else 0, cut.parts)
-        launch(_few_rows_kernel, grid, (*pointers, partial, self._arrivals, *sizes), config)
-        return y
+
+def few_rows_linear(
+    x: Tensor, matrix: FewRowsMatrix, bias: Tensor | None, residual: Tensor | None, silu: bool
+) -> Tensor:
+    """Launch the product of x [n, in], and what follows it, in one kernel.
+
+    Args:
+        silu: do what `multiply_gated` does, in place of what `multiply` does.
+    """
+    num_rows = len(x)
+    assert num_rows <= MAX_ROWS, f"{num_rows} rows, and a tile has {MAX_ROWS}"
+    out_size, in_size = matrix.weight.shape
+    cut = matrix.cut
+    num_tiles = len(matrix.arrivals)
+    y = torch.empty(num_rows, out_size // 2 if silu else out_size, dtype=x.dtype, device=x.device)
+    num_partial = num_tiles * cut.parts * MAX_ROWS * cut.columns if cut.parts > 1 else 0
+    partial = torch.empty(num_partial, dtype=torch.float32, device=x.device)
+    x = x.contiguous()
+    # Where there is no bias and no residual, x takes their place as argument. The kernel does not read it there.
+    pointers = (x, matrix.weight, x if bias is None else bias, x if residual is None else residual, y)
+    sizes = (in_size, out_size, num_rows, cut.part_steps)
+    config = few_rows_config(cut, bias is not None, residual is not None, silu)
+    grid = (num_tiles if num_rows else 0, cut.parts)
+    launch(_few_rows_kernel, grid, (*pointers, partial, matrix.arrivals, *sizes), config)
+    return y
