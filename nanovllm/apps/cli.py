@@ -325,7 +325,7 @@ def _add_run(commands: Any) -> None:
 
 
 def _run(options: argparse.Namespace) -> NoReturn:
-    from nanovllm.apps.standin.finders import VERSION, prepare_children
+    from nanovllm.apps.standin.environment import VERSION, prepare_children
 
     command = ["-m", *options.m] if options.m else options.script
     if not command:

@@ -17,7 +17,8 @@ from helpers.tiny import draw_prompts, save_random
 from safetensors.torch import load_file
 
 import nanovllm
-from nanovllm.apps.standin.finders import MODULES, VARIABLE, VERSION, put_finder
+from nanovllm.apps.standin.environment import VARIABLE, VERSION
+from nanovllm.apps.standin.finders import MODULES, put_finder
 from nanovllm.apps.standin.llm import NAMES, UNCALLED
 from scripts.run_examples import replace_models, run_example
 

@@ -1,27 +1,17 @@
-"""Makes `vllm` this engine: in this process by a finder of modules and versions, in its children by their environment.
+"""Makes `vllm` this engine in one process, by a finder of modules and versions."""
 
-Nothing is installed.
-"""
-
-import os
 import sys
 from functools import partial
 from importlib import import_module
 from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
 from importlib.metadata import Distribution, DistributionFinder
-from importlib.util import find_spec
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from nanovllm.apps.standin.environment import VERSION, prepare_children
 from nanovllm.utils.foreign_names import advise, explain_missing
 from nanovllm.version import __version__
-
-VARIABLE = "NANOVLLM_AS_VLLM"
-
-VERSION = os.environ.get(VARIABLE, "0.30.0")
-"""The version of vLLM that is claimed. Clients refuse versions that they do not know, so the environment chooses."""
 
 MODULES = (
     *("config", "distributed.parallel_state", "distributed.weight_transfer.nccl_common", "engine.arg_utils"),
@@ -86,28 +76,6 @@ class _Finder(DistributionFinder, Loader):
 
     def find_distributions(self, context: Any = None) -> list[Distribution]:
         return [_Version()] if context is not None and context.name == "vllm" else []
-
-
-def prepare_children(version: str = VERSION, replace: bool = False) -> None:
-    """Make `vllm` this engine in processes that this one starts, and say so on stderr.
-
-    Args:
-        version: the version of vLLM to claim.
-        replace: do so even if vLLM itself is installed.
-
-    Raises:
-        ValueError: vLLM is installed.
-    """
-    real = find_spec("vllm")
-    if real is not None and real.origin is not None and not replace:  # the stand-in has no file
-        raise ValueError(
-            f"vLLM itself is installed ({real.origin}), and comparisons with it would compare nanovllm with itself: "
-            "use an environment without it, or `nanovllm run --replace`"
-        )
-    path = [str(Path(__file__).parent / "children"), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
-    os.environ.update({VARIABLE: version, "PYTHONPATH": os.pathsep.join(filter(None, path))})
-    notice = f"vllm is nanovllm {__version__} in this process and its children; it calls itself {version}"
-    print(notice, file=sys.stderr, flush=True)
 
 
 def put_finder() -> None:
