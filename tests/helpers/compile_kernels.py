@@ -87,7 +87,7 @@ VOCAB_SIZE = 151_936
 BLOCK_SIZES = (64, 256)  # the defaults: triton's own, and flash_attn's (which uses the small kernels)
 SHARED_KIB = {arch: triton_shim._SHARED_KIB[divmod(arch, 10)] for arch in (80, 89, 90, 100, 120)}
 
-FORMATS = ((8, 1024, False), (4, 128, True), (4, 128, False), (4, 32, False), (8, 128, False))
+FORMATS = ((8, 1024, False), (4, 128, True), ("fp8", 128, False), (4, 128, False), (4, 32, False), (8, 128, False))
 """Bits, group size, whether there are zeros: int8 at load, and checkpoints as they are published."""
 
 # Types by argument name: pointers first, then scalars; anything else is an int32.
@@ -219,7 +219,7 @@ def launches(models: dict[str, Model], block_sizes: tuple[int, ...], arch: int, 
     if dtype == torch.bfloat16 and arch != 89:  # as on sm_80
         for group, head_dim, cache, variant in VARIANTS:
             yield from launch_attention(group, head_dim, block_sizes[0], cache, variant, ahead=True)
-    for kernel, config, types in quantized_launches(FORMATS[:2] if len(block_sizes) == 1 else FORMATS, itemsize):
+    for kernel, config, types in quantized_launches(FORMATS[:3] if len(block_sizes) == 1 else FORMATS, itemsize):
         yield launch(kernel, config, **types)
     yield launch(gate_and_mul._gate_and_mul_kernel, gate_and_mul.gate_and_mul_config(silu=True))
     num_chunks = -(-VOCAB_SIZE // sample.CHUNK)
@@ -237,12 +237,13 @@ def launches(models: dict[str, Model], block_sizes: tuple[int, ...], arch: int, 
 
 
 def quantized_launches(
-    formats: Iterable[tuple[int, int, bool]], itemsize: int
+    formats: Iterable[tuple[int | str, int, bool]], itemsize: int
 ) -> Iterator[tuple[Any, dict[str, int], dict[str, str]]]:
     """Yield the kernels of quantised matrices and experts with their constexprs and pointer types."""
-    for bits, group_size, has_zeros in formats:
+    for form, group_size, has_zeros in formats:
+        bits = 4 if form == 4 else 8
         config = quantized_linear.format_config(bits, 1024, group_size, has_zeros)
-        types = {"codes_ptr": "*i8" if bits == 8 else "*u8"}
+        types = {"codes_ptr": "*i8" if form == 8 else "*u8"}
         for num_rows in (1, 64, 65):
             tile = quantized_linear.tile_config(num_rows, quantized_linear.TILES, itemsize)
             yield quantized_linear._quantized_linear_kernel, config | {"HAS_BIAS": num_rows == 64} | tile, types

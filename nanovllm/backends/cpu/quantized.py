@@ -153,6 +153,11 @@ class Operators(MatrixOperators):
 
         return DynamicCpuExperts(codes, dtype, self._scratch)
 
+    def why_cannot(self, format: Format) -> str | None:
+        if format.has_floats:
+            return 'the C++ kernels do not multiply fp8: leave quantization out, or use quantization="int8"'
+        return None
+
     def warn(self, format: Format) -> None:
         from nanovllm.backends.cpu.dynamic import dynamic_library
 

@@ -98,6 +98,10 @@ class MatrixOperators:
         """
         return new
 
+    def why_cannot(self, format: Format) -> str | None:
+        """Return why matrices of this format cannot be multiplied, and what to use instead; None if they can."""
+        return None
+
     def warn(self, format: Format) -> None:
         """Log it if matrices of this format are multiplied slowly."""
         logger.warning(
