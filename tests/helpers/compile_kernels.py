@@ -41,6 +41,7 @@ from nanovllm.backends.gpu import (
     paged_prefill,
     quantized_linear,
     rms_norm,
+    rounded_groups,
     rounded_linear,
     route,
     sample,
@@ -109,7 +110,14 @@ CODES = {"*i8": 80, "*fp8e4nv": 89}
 """A pointer to each type of codes in a cache, and the first architecture that knows it."""
 
 
-COUNTED = ("_choose_experts_kernel", "_sort_pairs_kernel", "_rounded_linear_kernel", "_grouped_rounded_kernel")
+COUNTED = (
+    "_choose_experts_kernel",
+    "_sort_pairs_kernel",
+    "_rounded_linear_kernel",
+    "_grouped_rounded_kernel",
+    "_rounded_groups_kernel",
+    "_grouped_rounded_groups_kernel",
+)
 """Kernels whose instructions are counted."""
 
 
@@ -257,9 +265,14 @@ def quantized_launches(
     for tile in (rounded_linear.SMALL_TILE, rounded_linear.TILE, rounded_linear.LARGE_TILE):
         config = {"HAS_BIAS": tile == rounded_linear.TILE, "BAND": rounded_linear.BAND}
         yield rounded_linear._rounded_linear_kernel, config | rounded_linear.tile_config(tile), codes
-    for num_tokens in (1, 1024):
+        for size in (128, 32) if formats is FORMATS else (128,):
+            groups = rounded_groups.group_config(size)
+            yield rounded_groups._rounded_groups_kernel, config | groups | rounded_linear.tile_config(tile), codes
+    for num_tokens in (1, 512, 1024) if formats is FORMATS else (1, 1024):
         config = rounded_linear.grouped_config(num_tokens, 128, gather=num_tokens == 1)
         yield rounded_linear._grouped_rounded_kernel, config, codes
+        groups = rounded_groups.group_config(128) if num_tokens == 1 else rounded_groups.group_config(32)
+        yield rounded_groups._grouped_rounded_groups_kernel, config | groups, codes
 
 
 def compile_launch(launch: Launch, arch: int) -> dict[str, Any]:

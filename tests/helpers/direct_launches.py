@@ -397,6 +397,8 @@ def missing_kernels() -> dict[str, list[str]]:
         "int4 by group, few sequences": missing(serve_prompts, "qwen3-8b", quantized=(4, 128), max_num_seqs=4),
         "experts, int8": missing(serve_prompts, "qwen3-30b-a3b", quantized=(8, None)),
         "experts, int8-dynamic": missing(serve_prompts, "qwen3-30b-a3b", quantized=(8, None, True)),
+        "int4 by group, int8-dynamic": missing(serve_prompts, "qwen3-8b", quantized=(4, 128, True)),
+        "experts, int4 by group, int8-dynamic": missing(serve_prompts, "qwen3-30b-a3b", quantized=(4, 128, True)),
         "fp8 codes": missing(serve_prompts, "qwen3-8b", quantized=(8, 128, False, True)),
         "experts, fp8 codes": missing(serve_prompts, "qwen3-30b-a3b", quantized=(8, 128, False, True)),
         "experts, int4 by group": missing(serve_prompts, "qwen3-30b-a3b", quantized=(4, 128)),

@@ -418,14 +418,15 @@ def test_a_configuration_that_makes_no_sense_is_a_value_error(config: object) ->
         read(config)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("name", ["awq", "packed with zeros", "int8", "fp8-codes"])
+@pytest.mark.parametrize("name", ["awq", "packed with zeros", "int8", "fp8-codes", "int8-dynamic"])
 def test_the_memory_of_the_weights_is_counted_to_the_byte(name: str, tmp_path: Path) -> None:
     save_random(tmp_path)
+    configs = {"fp8-codes": FP8, "int8-dynamic": CHECKPOINTS["awq"][0]}
     if name != "int8":
-        edit_json(tmp_path / "config.json", quantization_config=FP8 if name == "fp8-codes" else CHECKPOINTS[name][0])
+        edit_json(tmp_path / "config.json", quantization_config=configs.get(name) or CHECKPOINTS[name][0])
     else:
         edit_json(tmp_path / "config.json", architectures=["Qwen3MoeForCausalLM"], model_type="qwen3_moe", **MOE)
-    quantization = name if name in ("int8", "fp8-codes") else None
+    quantization = name if name in ("int8", *configs) else None
     with LLM(str(tmp_path), load_format="dummy", quantization=quantization, **OPTIONS) as llm:
         runner = llm.engine.runner
         found = sum(parameter.nbytes for parameter in runner.model.parameters())

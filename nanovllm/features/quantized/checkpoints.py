@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.features.quantized.codes import Codes
-from nanovllm.features.quantized.formats import MADE_AT_LOAD, Format, RawTensors
+from nanovllm.features.quantized.formats import INT8_DYNAMIC, MADE_AT_LOAD, Format, RawTensors
 from nanovllm.features.quantized.unpack import AWQ_ORDER, Floats4, ScaledFloats, make_codes, unpack_words
 from nanovllm.models.settings_files import SETTINGS_FILE
 from nanovllm.ops.kv_codes import LARGEST_CODE
@@ -253,6 +253,13 @@ def find_format(asked: str | None, hf_config: "PretrainedConfig") -> Format | No
         return format
     if asked == FP8_CODES and isinstance(format, ScaledFloat8):
         return format.keep()
+    if asked == INT8_DYNAMIC.name and format.bits < 16:
+        if format.bits == 8 and format.has_zeros:
+            raise ValueError(
+                f"quantization is {quote(asked)}, and the checkpoint ({method}) has codes of 8 bits with zeros, which "
+                "fit no byte less their zero: leave the option out"
+            )
+        return replace(format, name=asked, rounds_inputs=True)
     if asked in MADE_AT_LOAD and format.bits == 16:
         rounds_inputs = MADE_AT_LOAD[asked].rounds_inputs
         return replace(format, name=asked, bits=8, quantizes_head=True, rounds_inputs=rounds_inputs)
@@ -284,7 +291,7 @@ def describe_format(format: Format, dtype: str) -> str:
     if format.quantizes_head:
         return format.name
     groups = "rows" if format.group_size is None else f"groups of {format.group_size}"
-    return f"{format.bits} bits ({format.name}, {groups}), embeddings in {dtype}"
+    return f"{format.kept_bits} bits ({format.name}, {groups}), embeddings in {dtype}"
 
 
 def _check(data: Config, name: str, default: Any, accepted: Collection[Any]) -> Any:

@@ -64,6 +64,25 @@ class Codes:
         codes = unpack_int4(self.codes).to(torch.int16)
         return codes - (8 if self.zeros is None else self._spread(self.zeros))
 
+    def widen(self) -> "Codes":
+        """Return the same matrix in int8 codes without zeros: code - zero. The codes are whole numbers.
+
+        Raises:
+            ValueError: a code of 8 bits less its zero fits no byte.
+        """
+        if self.bits == 8 and self.zeros is None:
+            return self
+        codes = torch.empty(*self.codes.shape[:-1], self.in_features, dtype=torch.int8, device=self.codes.device)
+        if codes.dim() > 2:  # one expert at a time, so that int16 copies stay small
+            for i, expert in enumerate(codes.unbind()):
+                expert.copy_(self.take_expert(i).widen().codes)
+            return replace(self, bits=8, codes=codes, zeros=None)
+        numbers = self.integers()
+        codes.copy_(numbers)
+        if self.bits == 8 and not torch.equal(codes, numbers):
+            raise ValueError("some of its codes of 8 bits fit no byte less their zero: leave quantization out")
+        return replace(self, bits=8, codes=codes, zeros=None)
+
     def dequantize(self) -> Tensor:
         """Return the weights, float32 [out, in], with the columns in their original order."""
         numbers = self.codes.view(torch.float8_e4m3fn) if self.has_floats else self.integers()

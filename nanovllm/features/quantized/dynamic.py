@@ -3,11 +3,17 @@
 This is the plain-torch form. The C++ kernels of backends/cpu/dynamic.h compute the same bits, and are compared with it.
 """
 
+from math import gcd
+from typing import TYPE_CHECKING
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from nanovllm.utils.integers import ceil_div
+
+if TYPE_CHECKING:
+    from nanovllm.features.quantized.codes import Codes
 
 GROUP = 128
 """Inputs in a row of the activations that share a scale, as in backends/cpu/dynamic.h."""
@@ -51,4 +57,26 @@ def multiply_rounded(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | No
         sums = inputs[:, group, : weights.shape[1]] @ weights.T
         total += sums.mul_(input_scales[:, group, None])
     total *= scales
+    return (total if bias is None else total.add_(bias)).to(x.dtype)
+
+
+def multiply_rounded_groups(x: Tensor, weight: "Codes", bias: Tensor | None) -> Tensor:
+    """Do what `multiply_rounded` does by a matrix with scales for groups.
+
+    Sums are of the inputs that share both scales: of gcd(GROUP, group size). Each is multiplied by the scale of the
+    inputs and then by that of the weights, and is added to those before it. Every operation is rounded by itself.
+
+    Args:
+        x: its columns are in the order of the codes'.
+        weight: int8 without zeros.
+    """
+    inputs, input_scales = round_inputs(x)
+    inputs = inputs.flatten(1)
+    total = x.new_zeros(len(x), weight.out_features, dtype=torch.float32)
+    step = gcd(GROUP, weight.group_size)
+    for start in range(0, weight.in_features, step):
+        weights = weight.codes[:, start : start + step].to(torch.float32)
+        sums = inputs[:, start : start + weights.shape[1]] @ weights.T
+        sums *= input_scales[:, start // GROUP, None]
+        total += sums.mul_(weight.scales[:, start // weight.group_size])
     return (total if bias is None else total.add_(bias)).to(x.dtype)

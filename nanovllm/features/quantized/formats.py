@@ -78,6 +78,16 @@ class Format:
         """Return how many scales a row of `size` elements has."""
         return 1 if self.group_size is None else ceil_div(size, self.group_size)
 
+    @property
+    def kept_bits(self) -> int:
+        """The bits of a code in memory. Rounded inputs are multiplied by bytes: 4 bits less their zero are one."""
+        return 8 if self.rounds_inputs else self.bits
+
+    def count_row_bytes(self, size: int) -> int:
+        """Return the memory of a row of `size` elements, with scales and zeros."""
+        has_zeros = self.has_zeros and not self.rounds_inputs
+        return size * self.kept_bits // 8 + self.count_groups(size) * (4 + 2 * has_zeros)
+
     def round(self, weight: Tensor) -> Codes:
         """Quantise weights [..., out, in] by rounding. Dummy weights get their codes in this way."""
         if self.group_size is None and self.bits == 8:

@@ -52,6 +52,11 @@ class ModelQuantizer:
         self._config = config
         self._device = torch.device(config.device)
 
+    @property
+    def rounds_at_load(self) -> bool:
+        """Whether codes are made of a checkpoint's numbers by rounding, so that new weights may come."""
+        return self.format.quantizes_head
+
     def count_bytes(self, model: Decoder, itemsize: int) -> int:
         """Return the memory of a model's weights, if those that are not quantised take `itemsize` bytes each."""
         return count_bytes(model, self.format, itemsize)
@@ -140,8 +145,7 @@ def count_bytes(model: Decoder, format: Format, itemsize: int) -> int:
             continue  # a checkpoint may have it quantised, but few have
         for weight in module.list_matrices():
             size = weight.shape[-1]
-            row = size * format.bits // 8 + format.count_groups(size) * (4 + 2 * format.has_zeros)
-            total += weight.numel() // size * (row - size * itemsize)
+            total += weight.numel() // size * (format.count_row_bytes(size) - size * itemsize)
     return total
 
 
