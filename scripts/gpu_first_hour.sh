@@ -6,6 +6,7 @@
 #     scripts/gpu_first_hour.sh 4    beside nano-vLLM, and with flash-attn: NANO_VLLM_PYTHON is an interpreter that has both
 #     scripts/gpu_first_hour.sh 5    beside vLLM: VLLM_PYTHON is an interpreter that has it
 #     scripts/gpu_first_hour.sh 6    what an item of decode attention costs; weights and caches in one byte
+#     scripts/gpu_first_hour.sh 7    products by each form of quantised weights; FP8 in its byte
 #     scripts/gpu_first_hour.sh pack nothing but the packing of compiled kernels
 # Each call writes one log to $OUT (default: gpu-first-hour); docs/benchmarks.md wants the figures in it. All compiled
 # kernels are packed into one file beside the logs, triton-cache.tgz. A machine may keep nothing from call to call, and
@@ -107,11 +108,17 @@ case ${1:-} in
     step moe_int8 90 "$python" bench.py --model qwen3-30b-a3b --quantization int8
     step bench_8b_int8 90 "$python" bench.py --model qwen3-8b --quantization int8-dynamic --kv-cache-dtype int8
     ;;
+  7)
+    step products 240 "$python" scripts/gpu_products.py
+    step checkpoint 120 "$python" benchmarks/random_checkpoint.py qwen3-8b "${TMPDIR:-/tmp}/fp8-8b" --format fp8
+    step bench_fp8_codes 90 "$python" bench.py --model "${TMPDIR:-/tmp}/fp8-8b" --quantization fp8-codes
+    step bench_fp8 90 "$python" bench.py --model "${TMPDIR:-/tmp}/fp8-8b"
+    ;;
   pack)
     pack
     ;;
   *)
-    sed -n '2,13s/^# //p' "$0"
+    sed -n '2,14s/^# //p' "$0"
     exit 2
     ;;
 esac
