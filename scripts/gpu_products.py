@@ -34,6 +34,7 @@ FORMS: dict[str, tuple[Callable[[tuple[int, int]], Codes], bool]] = {
     "4 bits, int8-dynamic": (lambda shape: make_codes(shape, 4, 128, True), True),
     "fp8-codes, blocks": (lambda shape: make_floats(shape, 128), False),
     "fp8-codes, rows": (lambda shape: make_floats(shape, 0), False),
+    "fp8 by fp8, blocks": (lambda shape: make_floats(shape, 128), True),
 }
 """A function that makes the codes of a matrix, and whether inputs are rounded."""
 
@@ -47,7 +48,7 @@ def check(form: str) -> None:
         x = torch.randn(num_rows, 512, generator=torch.Generator().manual_seed(0)).to(DEVICE, HALF)
         exact = x.double() @ codes.dequantize().double().T
         error = float((multiply(x, None).double() - exact).norm() / exact.norm())
-        assert error < (0.015 if rounds_inputs else 0.005), (form, num_rows, error)
+        assert error < ((0.05 if codes.has_floats else 0.015) if rounds_inputs else 0.005), (form, num_rows, error)
 
 
 def time_form(form: str | None, shape: tuple[int, int], num_rows: int) -> float:
@@ -72,8 +73,12 @@ def main() -> None:
     parser.add_argument("--check-only", action="store_true")
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
     args = parser.parse_args()
+    on_gpu = torch.cuda.is_available()
     results: list[dict[str, object]] = []
-    for form in (None, *FORMS):
+    forms = dict(FORMS)
+    if on_gpu and torch.cuda.get_device_capability() < (8, 9):
+        del forms["fp8 by fp8, blocks"]
+    for form in (None, *forms):
         if form is not None:
             check(form)
             print(f"{form} is right", flush=True)

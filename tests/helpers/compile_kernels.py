@@ -41,6 +41,7 @@ from nanovllm.backends.gpu import (
     paged_prefill,
     quantized_linear,
     rms_norm,
+    round_to_fp8,
     rounded_groups,
     rounded_linear,
     route,
@@ -227,6 +228,9 @@ def launches(models: dict[str, Model], block_sizes: tuple[int, ...], arch: int, 
     if dtype == torch.bfloat16 and arch != 89:  # as on sm_80
         for group, head_dim, cache, variant in VARIANTS:
             yield from launch_attention(group, head_dim, block_sizes[0], cache, variant, ahead=True)
+    if arch >= CODES["*fp8e4nv"]:
+        for kernel, config, types in fp8_launches():
+            yield launch(kernel, config, **types)
     for kernel, config, types in quantized_launches(FORMATS[:3] if len(block_sizes) == 1 else FORMATS, itemsize):
         yield launch(kernel, config, **types)
     yield launch(gate_and_mul._gate_and_mul_kernel, gate_and_mul.gate_and_mul_config(silu=True))
@@ -273,6 +277,15 @@ def quantized_launches(
         yield rounded_linear._grouped_rounded_kernel, config, codes
         groups = rounded_groups.group_config(128) if num_tokens == 1 else rounded_groups.group_config(32)
         yield rounded_groups._grouped_rounded_groups_kernel, config | groups, codes
+
+
+def fp8_launches() -> Iterator[tuple[Any, dict[str, int], dict[str, str]]]:
+    """Yield the kernels of fp8 by fp8."""
+    yield round_to_fp8._round_to_fp8_kernel, rounded_linear.round_config(), {"codes_ptr": "*fp8e4nv"}
+    codes = dict.fromkeys(("x_ptr", "codes_ptr"), "*fp8e4nv") | {"x_scales_ptr": "*fp32"}
+    for tile in (rounded_linear.SMALL_TILE, rounded_linear.TILE, rounded_linear.LARGE_TILE):
+        config = {"HAS_BIAS": False, "BAND": rounded_linear.BAND} | rounded_groups.group_config(128)
+        yield rounded_groups._rounded_groups_kernel, config | rounded_linear.tile_config(tile), codes
 
 
 def compile_launch(launch: Launch, arch: int) -> dict[str, Any]:

@@ -75,6 +75,8 @@ def check(compiled: list[dict[str, Any]]) -> None:
     missing = {name for name, _ in find_kernels()} - {result["kernel"] for result in compiled}
     if all(result["own"] == "*fp32" for result in compiled):
         missing.discard("split_codes_kernel")  # float32 is no type for speed, and spills with codes
+    if all(result["arch"] < 89 for result in compiled):
+        missing.discard("_round_to_fp8_kernel")
     assert not missing, "launches() in tests/helpers/compile_kernels.py yields every kernel"
     for result in compiled:
         assert result["shared"] <= SHARED_KIB[result["arch"]] * 1024, result

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers.kernel_cases import DEVICE, HALF, poisoned_memory, randn
-from helpers.quantized_cases import make_codes
+from helpers.quantized_cases import make_codes, make_floats
 
 pytest.importorskip("triton")
 
@@ -16,7 +16,9 @@ from nanovllm.backends.gpu.quantized import (
     RoundedTritonExperts,
     RoundedTritonMatrix,
 )
+from nanovllm.backends.gpu.round_to_fp8 import round_to_fp8
 from nanovllm.features.families.qwen3_moe.ops import Routing, route_reference
+from nanovllm.features.quantized.dynamic import round_inputs_to_fp8
 from nanovllm.features.quantized.torch_matrix import DynamicExperts, DynamicMatrix
 
 FORMS = [(4, 128, True), (4, 32, False), (4, 64, True), (8, 128, False), (4, 256, False)]
@@ -132,3 +134,47 @@ def test_what_no_step_fits_is_refused() -> None:
     experts = make_codes((2, 8, 64), 4, 32, False)
     with pytest.raises(ValueError, match="desc_act"):
         operators.make_experts(replace(experts, order=torch.arange(64).expand(2, 64)), HALF, True)
+
+
+# ---- fp8 by fp8, which the benchmark alone asks for
+
+
+def has_fp8() -> bool:
+    return DEVICE.type != "cuda" or torch.cuda.get_device_capability() >= (8, 9)
+
+
+@pytest.mark.skipif(not has_fp8(), reason="this GPU has no fp8")
+@pytest.mark.parametrize("size", [128, 300, 1100])
+def test_inputs_become_fp8_by_the_rule(size: int) -> None:
+    x = randn(9, size)
+    x[2] = 0
+    x[3] *= 1e-33
+    x[4, -1] = torch.inf
+    x[5, 0] = torch.nan
+    numbers, scales = round_inputs_to_fp8(x)
+    found = round_to_fp8(x)
+    torch.testing.assert_close(found.scales.T, scales, rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(found.codes.float(), numbers.flatten(1))
+    for row in (2, 3):
+        assert not found.codes[row].float().any() and not scales[row].any()
+
+
+@pytest.mark.skipif(not has_fp8(), reason="this GPU has no fp8")
+@pytest.mark.parametrize(("in_size", "group_size"), [(256, 128), (320, 128), (300, 0)])
+def test_fp8_by_fp8_is_the_product_of_the_rounded_inputs(in_size: int, group_size: int) -> None:
+    codes = make_floats((70, in_size), group_size)
+    matrix = Operators(None).make_matrix(codes, torch.float32, True)
+    x = randn(70, in_size)
+    found = round_to_fp8(x)
+    groups = found.codes.float().view(70, -1, 128) * found.scales.T[:, :, None]
+    expected = groups.flatten(1)[:, :in_size] @ codes.dequantize().T
+    for num_rows in (1, 17, 70):
+        got = matrix.multiply(x[:num_rows], None)
+        torch.testing.assert_close(got, expected[:num_rows], rtol=1e-4, atol=1e-3 * float(expected.abs().max()))
+    experts = make_floats((2, 70, in_size), group_size)
+    routing = route_reference(randn(20, 2, seed=3), 2, True, torch.arange(20, device=DEVICE))
+    got = Operators(None).make_experts(experts, torch.float32, True).multiply(x[:20], routing, True)
+    for expert, (begin, end) in enumerate(zip(routing.offsets, routing.offsets[1:], strict=False)):
+        alone = Operators(None).make_matrix(experts.take_expert(expert), torch.float32, True)
+        expected = alone.multiply(x[routing.tokens[begin:end].long()], None)
+        torch.testing.assert_close(got[begin:end], expected, rtol=1e-4, atol=1e-3)

@@ -84,8 +84,7 @@ class GroupedTritonMatrix(RoundedTritonMatrix):
             ValueError: the kernel cannot take groups of this size.
         """
         super().__init__(codes, dtype)
-        group_config(codes.group_size)
-        self._codes = replace(self._codes, scales=_lay_by_column(codes.scales), group_size=codes.group_size)
+        self._codes = lay_groups(codes)
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """x [n, in] -> x W^T + bias [n, out]. The codes' columns may have another order than those of x."""
@@ -134,9 +133,8 @@ class GroupedTritonExperts:
             ValueError: the kernel cannot take groups of this size, or columns that were sorted by their group.
         """
         refuse_order(codes)
-        group_config(codes.group_size)
         self._in_features = codes.in_features
-        self._codes = replace(pad_rows(codes), scales=_lay_by_column(codes.scales), group_size=codes.group_size)
+        self._codes = lay_groups(codes)
 
     def multiply(self, x: Tensor, routing: "Routing", gather: bool) -> Tensor:
         """Do what `DynamicExperts.multiply` does."""
@@ -158,6 +156,18 @@ def pad_rows(codes: Codes) -> Codes:
     if not lacking:
         return codes
     return replace(codes, codes=F.pad(codes.codes, (0, lacking)), group_size=codes.in_features + lacking)
+
+
+def lay_groups(codes: Codes) -> Codes:
+    """Return the same matrix with padded rows, and with the scales of one group together in memory.
+
+    Raises:
+        ValueError: the kernel cannot take groups of this size.
+    """
+    padded = pad_rows(codes)
+    group_size = padded.in_features if codes.scales.shape[-1] == 1 else codes.group_size
+    group_config(group_size)
+    return replace(padded, scales=_lay_by_column(codes.scales), group_size=group_size)
 
 
 def transpose_scales(codes: Codes) -> Codes:
@@ -185,12 +195,16 @@ class Operators(MatrixOperators):
     def make_matrix(self, codes: Codes, dtype: torch.dtype, rounds_inputs: bool) -> PackedMatrix:
         if not rounds_inputs:
             return TritonMatrix(codes, dtype)
+        if codes.has_floats:
+            return GroupedTritonMatrix(codes, dtype)
         codes = codes.widen()
         return (RoundedTritonMatrix if codes.scales.shape[-1] == 1 else GroupedTritonMatrix)(codes, dtype)
 
     def make_experts(self, codes: Codes, dtype: torch.dtype, rounds_inputs: bool) -> "PackedExperts":
         if not rounds_inputs:
             return TritonExperts(codes)
+        if codes.has_floats:
+            return GroupedTritonExperts(codes)
         codes = codes.widen()
         return RoundedTritonExperts(codes) if codes.scales.shape[-1] == 1 else GroupedTritonExperts(codes)
 

@@ -1,4 +1,6 @@
-"""Multiplies rounded activations by int8 weights whose scales belong to groups, on the tensor cores, in Triton.
+"""Multiplies rounded activations by weights whose scales belong to groups, on the tensor cores, in Triton.
+
+Both are int8; or both are fp8, for scripts/gpu_products.py alone.
 
 The reference is `multiply_rounded_groups` in features/quantized/dynamic.py. As in rounded_linear.py, a tile of any
 shape gives the same bits.
@@ -12,11 +14,13 @@ from torch import Tensor
 from nanovllm.backends.gpu.grouped_linear import locate_tile
 from nanovllm.backends.gpu.launch import launch, wait_for_predecessor
 from nanovllm.backends.gpu.quantized_linear import MIN_BLOCK_K
+from nanovllm.backends.gpu.round_to_fp8 import round_to_fp8
 from nanovllm.backends.gpu.rounded_linear import (
     BAND,
     LARGE_TILE,
     SMALL_TILE,
     TILE,
+    Rounded,
     grouped_config,
     round_inputs,
     tile_config,
@@ -53,7 +57,10 @@ def _multiply_groups(
         codes = tl.load(codes_at + start)
         x_scale = tl.load(x_scales_ptr + start // GROUP * num_rows + row)
         scale = tl.load(scales_ptr + start // WEIGHT_GROUP * out_size + column)
-        sums = tl.dot(x, tl.trans(codes), out_dtype=tl.int32).to(tl.float32)
+        if x.dtype == tl.int8:
+            sums = tl.dot(x, tl.trans(codes), out_dtype=tl.int32).to(tl.float32)
+        else:
+            sums = tl.dot(x, tl.trans(codes))
         total += sums * x_scale[:, None] * scale[None, :]
     return total
 
@@ -156,19 +163,26 @@ def group_config(group_size: int) -> dict[str, int]:
     return {"STEP": step, "WEIGHT_GROUP": group_size}
 
 
+def _round_like(x: Tensor, weight: Codes) -> tuple[Rounded, Tensor]:
+    """Return x rounded to the type of the weights' codes, and these codes in their type."""
+    if weight.has_floats:
+        return round_to_fp8(x), weight.codes.view(torch.float8_e4m3fn)
+    return round_inputs(x), weight.codes
+
+
 def rounded_groups(x: Tensor, weight: Codes, in_size: int, bias: Tensor | None, row_limits: tuple[int, int]) -> Tensor:
     """Do what `multiply_rounded_groups` does: x [n, in] -> x W^T + bias [n, out], in x's dtype.
 
     Args:
         x: contiguous, with its columns in the order of the codes'.
-        weight: int8, with rows that are padded with zeros to a multiple of GROUP. In memory the scales of one group lie
-            together.
+        weight: int8 or fp8, with rows that are padded with zeros to a multiple of GROUP. In memory the scales of one
+            group lie together.
         in_size: the length of a row without padding.
         row_limits: what `limit_rows` returns.
     """
     num_rows = x.shape[0]
     out_size, row_size = weight.codes.shape
-    rounded = round_inputs(x)
+    rounded, codes = _round_like(x, weight)
     y = torch.empty(num_rows, out_size, dtype=x.dtype, device=x.device)
     few, some = row_limits
     tile = SMALL_TILE if num_rows <= few else TILE if num_rows <= some else LARGE_TILE
@@ -176,7 +190,7 @@ def rounded_groups(x: Tensor, weight: Codes, in_size: int, bias: Tensor | None, 
     grid = (ceil_div(num_rows, config["BLOCK_M"]) * ceil_div(out_size, config["BLOCK_N"]),)
     scales = weight.scales.mT
     # If there is no bias, the scales take its place as argument. The kernel does not read it there.
-    pointers = (*rounded, weight.codes, scales, scales if bias is None else bias, y)
+    pointers = (*rounded, codes, scales, scales if bias is None else bias, y)
     sizes = (out_size, row_size, num_rows, ceil_div(in_size, config["STEP"]))
     launch(_rounded_groups_kernel, grid, (*pointers, *sizes), config)
     return y
@@ -193,12 +207,12 @@ def grouped_rounded_groups(x: Tensor, weight: Codes, in_size: int, routing: Rout
     num_experts, out_size, row_size = weight.codes.shape
     num_tokens, k = routing.weights.shape
     pairs = num_tokens * k
-    rounded = round_inputs(x)
+    rounded, codes = _round_like(x, weight)
     y = torch.empty(pairs, out_size, dtype=x.dtype, device=x.device)
     config = grouped_config(num_tokens, num_experts, gather) | group_config(weight.group_size)
     most_tiles = min(pairs, ceil_div(pairs, config["BLOCK_M"]) + num_experts)
     grid = (most_tiles * ceil_div(out_size, config["BLOCK_N"]),)
-    pointers = (*rounded, weight.codes, weight.scales.mT, y, routing.tokens, routing.offsets)
+    pointers = (*rounded, codes, weight.scales.mT, y, routing.tokens, routing.offsets)
     num_steps = ceil_div(in_size, config["STEP"])
     sizes = (out_size, row_size, len(x), num_steps, weight.scales.shape[2], num_experts)
     launch(_grouped_rounded_groups_kernel, grid, (*pointers, *sizes), config)

@@ -80,3 +80,20 @@ def multiply_rounded_groups(x: Tensor, weight: "Codes", bias: Tensor | None) -> 
         sums *= input_scales[:, start // GROUP, None]
         total += sums.mul_(weight.scales[:, start // weight.group_size])
     return (total if bias is None else total.add_(bias)).to(x.dtype)
+
+
+def round_inputs_to_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Do what `round_inputs` does, but to fp8 (e4m3): scale = max |x| / 448, and code = x * (448 / max |x|) in fp8.
+
+    Returns:
+        The codes' numbers, float32 [n, groups, GROUP], and scales, float32 [n, groups].
+    """
+    n, size = x.shape
+    padded = F.pad(x.to(torch.float32), (0, -size % GROUP)).view(n, ceil_div(size, GROUP), GROUP)
+    most = padded.abs().amax(2)
+    largest = torch.full_like(most, 448)
+    inverse = torch.where(most >= TINY, largest / most, 0)
+    is_finite = most.isfinite()
+    scales = torch.where(most >= TINY, most / largest, 0).masked_fill_(~is_finite, torch.nan)
+    numbers = (padded * inverse.unsqueeze(2)).masked_fill_(~is_finite.unsqueeze(2), 0)
+    return numbers.to(torch.float8_e4m3fn).to(torch.float32), scales
