@@ -15,8 +15,10 @@ from nanovllm.backends.gpu.quantized import (
     Operators,
     RoundedTritonExperts,
     RoundedTritonMatrix,
+    lay_groups,
 )
 from nanovllm.backends.gpu.round_to_fp8 import round_to_fp8
+from nanovllm.backends.gpu.rounded_groups import grouped_rounded_groups, rounded_groups
 from nanovllm.features.families.qwen3_moe.ops import Routing, route_reference
 from nanovllm.features.quantized.dynamic import round_inputs_to_fp8
 from nanovllm.features.quantized.torch_matrix import DynamicExperts, DynamicMatrix
@@ -92,8 +94,9 @@ def test_sorted_columns_meet_the_inputs_columns() -> None:
 
 @pytest.mark.parametrize(("num_rows", "out_size"), [(0, 8), (3, 0), (129, 0)])
 def test_no_rows_make_no_product(num_rows: int, out_size: int) -> None:
-    matrix = GroupedTritonMatrix(make_codes((out_size, 64), 4, 32, False).widen(), HALF)
-    assert matrix.multiply(randn(num_rows, 64, dtype=HALF), None).shape == (num_rows, out_size)
+    weight = lay_groups(make_codes((out_size, 64), 4, 32, False).widen())
+    y = rounded_groups(randn(num_rows, 64, dtype=HALF), weight, 64, None, (16, 64))
+    assert y.shape == (num_rows, out_size)
 
 
 def test_new_codes_come_into_the_memory_of_the_old_ones() -> None:
@@ -122,9 +125,9 @@ def test_experts_products_have_the_bits_of_the_reference(
     x = randn(num_tokens if gather else num_tokens * 2, in_size)
     count = int(routing.offsets[-1])
     expected = DynamicExperts(codes, torch.float32).multiply(x, routing, gather)
-    experts = Operators(None).make_experts(codes, torch.float32, True)
-    assert isinstance(experts, GroupedTritonExperts)
-    assert torch.equal(experts.multiply(x, routing, gather)[:count], expected[:count])
+    assert isinstance(Operators(None).make_experts(codes, torch.float32, True), GroupedTritonExperts)
+    y = grouped_rounded_groups(x, lay_groups(codes.widen()), in_size, routing, gather)
+    assert torch.equal(y[:count], expected[:count])
 
 
 def test_what_no_step_fits_is_refused() -> None:
