@@ -214,6 +214,7 @@ def resolve_options(
         config = resolve_ranks(asked, config, is_described=gpu_memory is not None)
     if (quantizer := make_quantizer(config, hf_config)) is not None:  # a format that cannot be read is refused here
         if gpu_memory is None:
+            quantizer.check()
             quantizer.announce(sizes.model)
         config = replace(config, quantization=quantizer.format.name)
     family = find_family(hf_config)

@@ -7,6 +7,7 @@
 #     scripts/gpu_first_hour.sh 5    beside vLLM: VLLM_PYTHON is an interpreter that has it
 #     scripts/gpu_first_hour.sh 6    what an item of decode attention costs; weights and caches in one byte
 #     scripts/gpu_first_hour.sh 7    products of few rows: our own kernel beside cuBLAS
+#     scripts/gpu_first_hour.sh 8    products by each form of quantised weights; FP8 in its byte
 #     scripts/gpu_first_hour.sh pack nothing but the packing of compiled kernels
 # Each call writes one log to $OUT (default: gpu-first-hour); docs/benchmarks.md wants the figures in it. All compiled
 # kernels are packed into one file beside the logs, triton-cache.tgz. A machine may keep nothing from call to call, and
@@ -86,7 +87,7 @@ case ${1:-} in
       "${tests[@]}" tests/gpu/test_gpu_kernels.py -k "captured_decode or (routing or products) and bfloat16"
     ;;
   3)
-    step quantised_products 120 "$python" scripts/gpu_sweep.py --only products
+    step pairs 120 "$python" scripts/gpu_sweep.py --only pairs
     step sweep 450 "$python" scripts/gpu_sweep.py --only splits filters
     ;;
   4)
@@ -117,6 +118,12 @@ case ${1:-} in
     step torch_steps_8b 80 "$python" scripts/gpu_steps.py --model qwen3-8b
     step own_steps_8b 80 "$python" scripts/gpu_steps.py --model qwen3-8b --own-products
     step cuts 140 "$python" scripts/gpu_sweep.py --only cuts
+    ;;
+  8)
+    step products 240 "$python" scripts/gpu_products.py
+    step checkpoint 120 "$python" benchmarks/random_checkpoint.py qwen3-8b "${TMPDIR:-/tmp}/fp8-8b" --format fp8
+    step bench_fp8_codes 90 "$python" bench.py --model "${TMPDIR:-/tmp}/fp8-8b" --quantization fp8-codes
+    step bench_fp8 90 "$python" bench.py --model "${TMPDIR:-/tmp}/fp8-8b"
     ;;
   pack)
     pack

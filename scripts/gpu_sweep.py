@@ -1,7 +1,7 @@
 """Times the configurations of the split, the filter and products on this GPU, each after a test that it is right.
 
 python scripts/gpu_sweep.py                 on a GPU
-python scripts/gpu_sweep.py --only products
+python scripts/gpu_sweep.py --only pairs
 TRITON_INTERPRET=1 python scripts/gpu_sweep.py --check-only    the proof alone, anywhere
 """
 
@@ -37,7 +37,7 @@ from benchmarks.bench_kernels import (
 )
 from nanovllm.backends.gpu import few_rows, paged_decode, paired_linear, sample_filter
 from nanovllm.backends.gpu.few_rows import FewRowsMatrix
-from nanovllm.backends.gpu.quantized import PairedTritonMatrix, RoundedTritonMatrix, TritonMatrix
+from nanovllm.backends.gpu.quantized import PairedTritonMatrix
 from nanovllm.backends.gpu.sample import sample
 from nanovllm.backends.gpu.triton_backend import TritonBackend
 from nanovllm.features.quantized.codes import Codes
@@ -65,7 +65,6 @@ PAIRED_TILES = [(16, 32, 6, 4), (16, 64, 4, 4), (64, 64, 3, 4), (64, 128, 3, 8),
 MATRICES = {"gate_up": (24576, 4096), "down": (4096, 12288), "qkv": (6144, 4096)}
 """(outputs, inputs) of Qwen3-8B's matrices."""
 ROWS = (1, 16, 64, 128, 192, 512)
-FORMS = {"int8": TritonMatrix, "int8 in pairs": PairedTritonMatrix, "int8-dynamic": RoundedTritonMatrix}
 
 
 @contextmanager
@@ -155,28 +154,15 @@ def check_pairs(on_gpu: bool) -> None:
     torch.testing.assert_close(found.float(), expected, rtol=2 * eps, atol=1e-2)
 
 
-def list_forms(num_rows: int) -> Iterator[tuple[str, tuple[int, int, int, int] | None]]:
-    """Yield the forms of a product: a name of FORMS or bfloat16, and a tile of those in pairs."""
-    yield "bfloat16", None
-    for form in FORMS:
-        yield form, None
-    for tile in PAIRED_TILES:
-        if (tile[0] > 16) == (num_rows > 16):
-            yield "int8 in pairs", tile
-
-
-def time_form(form: str, shape: tuple[int, int], num_rows: int) -> float:
+def time_pairs(shape: tuple[int, int], num_rows: int) -> float:
     """Return the microseconds of one product by a matrix that is in no cache."""
     out_size, in_size = shape
     x = randn(num_rows, in_size)
-    if form == "bfloat16":
-        weights = [randn(*shape) for _ in range(num_sets(2 * out_size * in_size))]
-        return microseconds([lambda w=w: torch.nn.functional.linear(x, w) for w in weights])
     scales = torch.rand(out_size, 1, device="cuda")
     sets = [
         torch.randint(-127, 128, shape, dtype=torch.int8, device="cuda") for _ in range(num_sets(out_size * in_size))
     ]
-    matrices = [FORMS[form](Codes(8, codes, scales, None, in_size), DTYPE) for codes in sets]
+    matrices = [PairedTritonMatrix(Codes(8, codes, scales, None, in_size), DTYPE) for codes in sets]
     return microseconds([lambda matrix=matrix: matrix.multiply(x, None) for matrix in matrices])
 
 
@@ -247,20 +233,18 @@ def sweep_cuts(on_gpu: bool, bench: Bench | None) -> Iterator[dict[str, object]]
                     yield {"name": f"cut {config}, {matrix} of {model}, {num_rows} rows", "us": round(us, 1)}
 
 
-def sweep_products(on_gpu: bool, bench: Bench | None) -> Iterator[dict[str, object]]:
-    """Check each tile of products with codes in pairs. If there is a bench, yield what all forms take."""
+def sweep_pairs(on_gpu: bool, bench: Bench | None) -> Iterator[dict[str, object]]:
+    """Check each tile of products with codes in pairs. If there is a bench, yield what it takes."""
     for tile in (None, *PAIRED_TILES):
         with use_paired_tile(tile):
             check_pairs(on_gpu)
-    for (matrix, shape), num_rows in product(MATRICES.items(), ROWS) if bench else ():
-        for form, tile in list_forms(num_rows):
-            with use_paired_tile(tile):
-                us = time_form(form, shape, num_rows)
-            name = f"product {form}{f' {tile}' if tile else ''}, {matrix} of 8B, {num_rows} rows"
-            yield {"name": name, "us": round(us, 1)}
+            for (matrix, shape), num_rows in product(MATRICES.items(), ROWS) if bench else ():
+                if tile is None or (tile[0] > 16) == (num_rows > 16):
+                    us = time_pairs(shape, num_rows)
+                    yield {"name": f"pairs {tile or 'as usual'}, {matrix} of 8B, {num_rows} rows", "us": round(us, 1)}
 
 
-SWEEPS = {"splits": sweep_splits, "filters": sweep_filters, "cuts": sweep_cuts, "products": sweep_products}
+SWEEPS = {"splits": sweep_splits, "filters": sweep_filters, "cuts": sweep_cuts, "pairs": sweep_pairs}
 
 
 def main() -> None:

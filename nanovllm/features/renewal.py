@@ -72,10 +72,11 @@ class Renewal:
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], finish: bool) -> None:
         """Replace weights: see `LLM.load_weights`."""
         as_bool(finish, "finish")
-        if (format := self._engine.config.quantization) not in (None, "int8", "int8-dynamic"):
+        quantizer = self._rank.runner.quantizer
+        if quantizer is not None and not quantizer.rounds_at_load:
             raise RuntimeError(
-                f"the engine's checkpoint is quantised ({format}); new weights are for engines without quantization, "
-                'or with quantization="int8" or "int8-dynamic": make another engine instead'
+                f"the engine's checkpoint is quantised ({self._engine.config.quantization}); new weights are for "
+                'engines without quantization, or with quantization="int8" or "int8-dynamic": make another engine'
             )
         self._claim.check(ALSO_LOADS_IN)
         tensors = list_pairs(named_tensors)  # before the claim: what yields them may use the engine

@@ -75,11 +75,12 @@ def test_kernels_that_came_back_are_not_compiled_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_every_configuration_of_the_sweep_is_right() -> None:
+@pytest.mark.parametrize("script", ["gpu_sweep.py", "gpu_products.py"])
+def test_every_configuration_of_the_sweep_is_right(script: str) -> None:
     """Without a GPU, the script proves in the interpreter what it times on one."""
     pytest.importorskip("triton")
     result = subprocess.run(
-        [sys.executable, ROOT / "scripts" / "gpu_sweep.py", "--check-only"],
+        [sys.executable, ROOT / "scripts" / script, "--check-only"],
         env=os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
@@ -103,14 +104,14 @@ def test_every_step_chooses_tests_and_options_that_exist(tmp_path: Path) -> None
     environment["PATH"] = f"{tmp_path}:{os.environ['PATH']}"
     environment |= {"NANO_VLLM_PYTHON": sys.executable, "VLLM_PYTHON": sys.executable}
     names = []
-    for number in "1234567":
+    for number in "12345678":
         result = subprocess.run(["bash", SCRIPT, number], env=environment, capture_output=True, text=True, check=False)
         assert result.returncode == 0 and "failed" not in result.stdout, result
         assert {path.name for path in (tmp_path / "out").iterdir()} == {f"call-{number}.log", "triton-cache.tgz"}
         names += re.findall(r"^=== (\S+):", (tmp_path / "out" / f"call-{number}.log").read_text(), re.MULTILINE)
         (tmp_path / "out" / f"call-{number}.log").unlink()
     calls = [line.split("\037")[:-1] for line in (tmp_path / "calls").read_text().splitlines()]
-    assert len(calls) == len(names) == 39
+    assert len(calls) == len(names) == 43
     remaining = {f"tests/gpu/{path.name}": read_tests(path.name) for path in (ROOT / "tests" / "gpu").glob("*.py")}
     del remaining["tests/gpu/test_gpu_first_hour.py"]
     for call in calls:
@@ -135,7 +136,7 @@ def test_every_step_chooses_tests_and_options_that_exist(tmp_path: Path) -> None
 
 
 def test_a_step_that_takes_its_whole_time_takes_none_from_the_next() -> None:
-    for call in SCRIPT.read_text().split(";;")[:7]:
+    for call in SCRIPT.read_text().split(";;")[:8]:
         limits = re.findall(r"^ +step \S+ (\d+) ", call, re.MULTILINE)
         assert limits and sum(map(int, limits)) <= 570
 

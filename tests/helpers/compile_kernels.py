@@ -43,6 +43,8 @@ from nanovllm.backends.gpu import (
     paired_linear,
     quantized_linear,
     rms_norm,
+    round_to_fp8,
+    rounded_groups,
     rounded_linear,
     route,
     sample,
@@ -90,7 +92,7 @@ VOCAB_SIZE = 151_936
 BLOCK_SIZES = (64, 256)  # the defaults: triton's own, and flash_attn's (which uses the small kernels)
 SHARED_KIB = {arch: triton_shim._SHARED_KIB[divmod(arch, 10)] for arch in (80, 89, 90, 100, 120)}
 
-FORMATS = ((8, 1024, False), (4, 128, True), (4, 128, False), (4, 32, False), (8, 128, False))
+FORMATS = ((8, 1024, False), (4, 128, True), ("fp8", 128, False), (4, 128, False), (4, 32, False), (8, 128, False))
 """Bits, group size, whether there are zeros: int8 at load, and checkpoints as they are published."""
 
 # Types by argument name: pointers first, then scalars; anything else is an int32.
@@ -118,6 +120,8 @@ COUNTED = (
     "_rounded_linear_kernel",
     "_grouped_rounded_kernel",
     "_few_rows_kernel",
+    "_rounded_groups_kernel",
+    "_grouped_rounded_groups_kernel",
 )
 """Kernels whose instructions are counted."""
 
@@ -236,7 +240,10 @@ def launches(models: dict[str, Model], block_sizes: tuple[int, ...], arch: int, 
     if dtype == torch.bfloat16 and arch != 89:  # as on sm_80
         for group, head_dim, cache, variant in VARIANTS:
             yield from launch_attention(group, head_dim, block_sizes[0], cache, variant, ahead=True)
-    for kernel, config, types in quantized_launches(FORMATS[:2] if len(block_sizes) == 1 else FORMATS, itemsize):
+    if arch >= CODES["*fp8e4nv"]:
+        for kernel, config, types in fp8_launches():
+            yield launch(kernel, config, **types)
+    for kernel, config, types in quantized_launches(FORMATS[:3] if len(block_sizes) == 1 else FORMATS, itemsize):
         yield launch(kernel, config, **types)
     if itemsize == 2:
         for config in few_rows_configs():
@@ -268,12 +275,13 @@ def few_rows_configs() -> Iterator[dict[str, int]]:
 
 
 def quantized_launches(
-    formats: Iterable[tuple[int, int, bool]], itemsize: int
+    formats: Iterable[tuple[int | str, int, bool]], itemsize: int
 ) -> Iterator[tuple[Any, dict[str, int], dict[str, str]]]:
     """Yield the kernels of quantised matrices and experts with their constexprs and pointer types."""
-    for bits, group_size, has_zeros in formats:
+    for form, group_size, has_zeros in formats:
+        bits = 4 if form == 4 else 8
         config = quantized_linear.format_config(bits, 1024, group_size, has_zeros)
-        types = {"codes_ptr": "*i8" if bits == 8 else "*u8"}
+        types = {"codes_ptr": "*i8" if form == 8 else "*u8"}
         for num_rows in (1, 64, 65):
             tile = quantized_linear.tile_config(num_rows, quantized_linear.TILES, itemsize)
             yield quantized_linear._quantized_linear_kernel, config | {"HAS_BIAS": num_rows == 64} | tile, types
@@ -293,9 +301,23 @@ def quantized_launches(
     for tile in (rounded_linear.SMALL_TILE, rounded_linear.TILE, rounded_linear.LARGE_TILE):
         config = {"HAS_BIAS": tile == rounded_linear.TILE, "BAND": rounded_linear.BAND}
         yield rounded_linear._rounded_linear_kernel, config | rounded_linear.tile_config(tile), codes
-    for num_tokens in (1, 1024):
+        for size in (128, 32) if formats is FORMATS else (128,):
+            groups = rounded_groups.group_config(size)
+            yield rounded_groups._rounded_groups_kernel, config | groups | rounded_linear.tile_config(tile), codes
+    for num_tokens in (1, 512, 1024) if formats is FORMATS else (1, 1024):
         config = rounded_linear.grouped_config(num_tokens, 128, gather=num_tokens == 1)
         yield rounded_linear._grouped_rounded_kernel, config, codes
+        groups = rounded_groups.group_config(128) if num_tokens == 1 else rounded_groups.group_config(32)
+        yield rounded_groups._grouped_rounded_groups_kernel, config | groups, codes
+
+
+def fp8_launches() -> Iterator[tuple[Any, dict[str, int], dict[str, str]]]:
+    """Yield the kernels of fp8 by fp8."""
+    yield round_to_fp8._round_to_fp8_kernel, rounded_linear.round_config(), {"codes_ptr": "*fp8e4nv"}
+    codes = dict.fromkeys(("x_ptr", "codes_ptr"), "*fp8e4nv") | {"x_scales_ptr": "*fp32"}
+    for tile in (rounded_linear.SMALL_TILE, rounded_linear.TILE, rounded_linear.LARGE_TILE):
+        config = {"HAS_BIAS": False, "BAND": rounded_linear.BAND} | rounded_groups.group_config(128)
+        yield rounded_groups._rounded_groups_kernel, config | rounded_linear.tile_config(tile), codes
 
 
 def compile_launch(launch: Launch, arch: int) -> dict[str, Any]:

@@ -316,14 +316,16 @@ def serve_as_a_stage(runner: ModelRunner) -> None:
             run(unscored_plan([1] * size), edits)
 
 
-def quantize(runner: ModelRunner, bits: int, group_size: int | None, rounds_inputs: bool = False) -> None:
+def quantize(
+    runner: ModelRunner, bits: int, group_size: int | None, rounds_inputs: bool = False, is_fp8: bool = False
+) -> None:
     """Give every matrix but an untied embedding codes without values. Those of 4 bits have zeros."""
     operators = Operators(runner.backend)
     form = (runner.dtype, rounds_inputs)
 
     def make_codes(*shape: int) -> Codes:
         *outs, size = shape
-        dtype = torch.int8 if bits == 8 else torch.uint8
+        dtype = torch.int8 if bits == 8 and not is_fp8 else torch.uint8
         codes = torch.empty(*outs, size * bits // 8, dtype=dtype, device=DEVICE)
         scales = torch.empty(*outs, ceil_div(size, group_size or size), device=DEVICE)
         zeros = torch.empty(scales.shape, dtype=torch.int16, device=DEVICE) if bits == 4 else None
@@ -341,20 +343,20 @@ def missing(
     serve: Callable[[ModelRunner], None],
     model: str,
     draft: str | None = None,
-    quantized: tuple[int, int | None] | tuple[int, int | None, bool] | None = None,
+    quantized: tuple[Any, ...] = (),
     **options: Any,
 ) -> list[str]:
     """Name the kernels that serving needs and the start does not compile, and the arguments at odd addresses.
 
     Args:
-        quantized: bits and group size of the model's matrices, and whether they round their inputs.
+        quantized: the arguments of `quantize`; () if the model's matrices are not quantised.
     """
     options = {"num_layers": NUM_LAYERS, "max_model_len": 4096, "max_num_seqs": 300, **options}
     with ExitStack() as stack:
         runner = stack.enter_context(pretend_runner(model, **options))
         if draft is not None:
             runner.draft = stack.enter_context(pretend_runner(draft, **options))
-        if quantized is not None:
+        if quantized:
             quantize(runner, *quantized)
         if isinstance(runner, StageRunner):
             num_seqs = runner.config.max_num_seqs
@@ -404,6 +406,10 @@ def missing_kernels() -> dict[str, list[str]]:
         "int4 by group, few sequences": missing(serve_prompts, "qwen3-8b", quantized=(4, 128), max_num_seqs=4),
         "experts, int8": missing(serve_prompts, "qwen3-30b-a3b", quantized=(8, None)),
         "experts, int8-dynamic": missing(serve_prompts, "qwen3-30b-a3b", quantized=(8, None, True)),
+        "int4 by group, int8-dynamic": missing(serve_prompts, "qwen3-8b", quantized=(4, 128, True)),
+        "experts, int4 by group, int8-dynamic": missing(serve_prompts, "qwen3-30b-a3b", quantized=(4, 128, True)),
+        "fp8 codes": missing(serve_prompts, "qwen3-8b", quantized=(8, 128, False, True)),
+        "experts, fp8 codes": missing(serve_prompts, "qwen3-30b-a3b", quantized=(8, 128, False, True)),
         "experts, int4 by group": missing(serve_prompts, "qwen3-30b-a3b", quantized=(4, 128)),
         "rank 0 of two": missing(serve_as_a_rank, "qwen3-0.6b", parallel=one_rank_of_two(0)),
         "rank 1 of two": missing(serve_as_a_rank, "qwen3-30b-a3b", parallel=one_rank_of_two(1)),

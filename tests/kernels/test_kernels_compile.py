@@ -76,6 +76,8 @@ def check(compiled: list[dict[str, Any]]) -> None:
     if all(result["own"] == "*fp32" for result in compiled):
         # float32 is no type for speed: it spills with codes, and few rows of it are torch's.
         missing -= {"split_codes_kernel", "_few_rows_kernel"}
+    if all(result["arch"] < 89 for result in compiled):
+        missing.discard("_round_to_fp8_kernel")
     assert not missing, "launches() in tests/helpers/compile_kernels.py yields every kernel"
     for result in compiled:
         assert result["shared"] <= SHARED_KIB[result["arch"]] * 1024, result

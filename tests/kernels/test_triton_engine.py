@@ -69,6 +69,29 @@ def test_quantised_tokens_on_triton_are_those_on_torch(tmp_path: Path, quantizat
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["awq", "gptq desc_act"])
+def test_rounded_inputs_meet_the_codes_of_checkpoints_as_on_torch(tmp_path: Path, name: str) -> None:
+    """The second layer has experts, but for sorted columns, which experts do not take."""
+    experts: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    experts |= {"model_class": Qwen3MoeForCausalLM, "mlp_only_layers": [0]}
+    save_random(tmp_path / "whole", seed=1, **(experts if name == "awq" else {}))
+    quantised, _ = save_quantised(tmp_path / "whole", tmp_path, *CHECKPOINTS[name])
+    options: dict[str, Any] = {"kvcache_block_size": 16, "max_num_batched_tokens": 24, "max_num_seqs": 4}
+    options["quantization"] = "int8-dynamic"
+    assert generate(quantised, "triton", **options) == generate(quantised, "torch", **options)
+
+
+@pytest.mark.slow
+def test_tokens_of_fp8_codes_on_triton_are_those_on_torch(tmp_path: Path) -> None:
+    """The first layer is dense, and the second one has experts."""
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "mlp_only_layers": [0]}
+    save_random(tmp_path / "whole", seed=1, model_class=Qwen3MoeForCausalLM, **experts)
+    quantised, means = save_quantised(tmp_path / "whole", tmp_path, *CHECKPOINTS["fp8 blocks"])
+    options = {"kvcache_block_size": 16, "max_num_batched_tokens": 24, "max_num_seqs": 4}
+    assert generate(quantised, "triton", quantization="fp8-codes", **options) == generate(means, "torch", **options)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["awq", "gptq desc_act", pytest.param("gptq 8 bits", marks=pytest.mark.slow)])
 def test_tokens_of_quantised_checkpoints_on_triton_are_those_on_torch(tmp_path: Path, name: str) -> None:
     """Groups with zeros, and columns that are sorted by their group. Qwen2's projections have a bias."""

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.quantized import AWQ, FP8, GREEDY, PROMPTS, run, save_rounded
-from helpers.tiny import SMALL, greedy, save_random
+from helpers.quantized import AWQ, CHECKPOINTS, FP8, GPTQ, GREEDY, PROMPTS, run, save_quantised, save_rounded
+from helpers.tiny import SMALL, edit_json, greedy, save_random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
@@ -103,10 +103,14 @@ def multiply_by_hand(x: Tensor, weight: Tensor) -> Tensor:
 
 def run_by_hand(folder: Path, scratch: Path, model_class: type = Qwen3ForCausalLM) -> list[list[int]]:
     """The tokens of transformers with rounded weights, every linear layer and expert of which rounds its input."""
-    rounded = save_rounded(folder, scratch)
+    return generate_by_hand(save_rounded(folder, scratch), model_class)
+
+
+def generate_by_hand(rounded: Path, model_class: type, plain: tuple[str, ...] = (".gate",)) -> list[list[int]]:
+    """The tokens of transformers, every linear layer and expert of which rounds its input, but those of plain names."""
     model = model_class.from_pretrained(rounded, dtype=torch.float32, experts_implementation="eager").eval()
     for name, module in model.named_modules():
-        if isinstance(module, torch.nn.Linear) and not name.endswith(".gate"):
+        if isinstance(module, torch.nn.Linear) and not name.endswith(plain):
             module.register_forward_pre_hook(lambda _, inputs: (round_by_hand(inputs[0]),))
         if name.endswith(".experts"):
             module.forward = mock.patch.object(F, "linear", multiply_by_hand)(module.forward)
@@ -204,11 +208,43 @@ def test_a_gpu_is_estimated_without_its_kernels(monkeypatch: pytest.MonkeyPatch,
     assert "int8-dynamic" in capsys.readouterr().out
 
 
-def test_only_checkpoints_of_floats_are_rounded() -> None:
-    found = find_format("int8-dynamic", SimpleNamespace(quantization_config=FP8))
-    assert found.name == "int8-dynamic" and found.rounds_inputs and found.bits == 8
-    with pytest.raises(ValueError, match="'int8-dynamic', and the checkpoint is quantised already"):
-        find_format("int8-dynamic", SimpleNamespace(quantization_config=AWQ))
+def test_checkpoints_of_floats_are_rounded_and_those_of_codes_keep_them() -> None:
+    for config, is_rounded in ((FP8, True), (AWQ, False), (GPTQ | {"bits": 8}, False)):
+        found = find_format("int8-dynamic", SimpleNamespace(quantization_config=config))
+        assert found.name == "int8-dynamic" and found.rounds_inputs and found.kept_bits == 8
+        assert found.quantizes_head == is_rounded
+    with pytest.raises(ValueError, match=r"\(gptq\) has codes of 8 bits with zeros, which fit no byte less their zero"):
+        find_format("int8-dynamic", SimpleNamespace(quantization_config=GPTQ | {"bits": 8, "sym": False}))
+    with pytest.raises(ValueError, match="'int8', and the checkpoint is quantised already"):
+        find_format("int8", SimpleNamespace(quantization_config=AWQ))
+
+
+@pytest.mark.parametrize("name", ["awq", "gptq whole rows", "packed", "int8 w8a8"])
+@pytest.mark.parametrize("model_class", [Qwen3ForCausalLM, Qwen3MoeForCausalLM])
+def test_a_quantised_checkpoint_says_what_its_weights_say_with_inputs_rounded_by_hand(
+    name: str, model_class: type, tmp_path: Path
+) -> None:
+    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
+    sizes = sizes if model_class is Qwen3MoeForCausalLM else {}
+    save_random(tmp_path / "model", model_class=model_class, **WIDE, **sizes)
+    quantised, means = save_quantised(tmp_path / "model", tmp_path, *CHECKPOINTS[name])
+    # An input between two codes may be rounded to the other one, where sums differ by their order. Few tokens have few.
+    found = [tokens[:4] for tokens in run(quantised, **DYNAMIC)]
+    assert found == [tokens[:4] for tokens in generate_by_hand(means, model_class, plain=(".gate", "lm_head"))]
+    with LLM(str(quantised), **SMALL, device="cpu", attention_backend="torch", **DYNAMIC) as llm:
+        packed = llm.engine.runner.model.layers[0].self_attn.qkv_proj.packed
+        assert packed._codes.codes.dtype == torch.int8 and packed._codes.zeros is None
+        with pytest.raises(RuntimeError, match=r"checkpoint is quantised \(int8-dynamic\); new weights are for"):
+            llm.load_weights([])
+
+
+def test_the_c_kernels_refuse_a_quantised_checkpoint(tmp_path: Path) -> None:
+    if reason := CpuBackend.why_cannot(torch.device("cpu")):
+        pytest.skip(reason)
+    save_random(tmp_path / "model")
+    edit_json(tmp_path / "model" / "config.json", quantization_config=AWQ)
+    with pytest.raises(ValueError, match=r"'int8-dynamic': .* rounded at load alone: leave quantization out"):
+        LLM(str(tmp_path / "model"), load_format="dummy", **SMALL, attention_backend="cpu", **DYNAMIC)
 
 
 @pytest.mark.parametrize(("has_instruction", "count"), [(True, 0), (False, 1)])

@@ -153,6 +153,13 @@ class Operators(MatrixOperators):
 
         return DynamicCpuExperts(codes, dtype, self._scratch)
 
+    def why_cannot(self, format: Format) -> str | None:
+        if format.has_floats:
+            return 'the C++ kernels do not multiply fp8: leave quantization out, or use quantization="int8"'
+        if format.rounds_inputs and not format.quantizes_head:
+            return "the C++ kernels round inputs for weights that are rounded at load alone: leave quantization out"
+        return None
+
     def warn(self, format: Format) -> None:
         from nanovllm.backends.cpu.dynamic import dynamic_library
 

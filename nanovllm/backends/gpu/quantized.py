@@ -16,6 +16,7 @@ from nanovllm.backends.gpu.quantized_linear import (
     make_arrivals,
     quantized_linear,
 )
+from nanovllm.backends.gpu.rounded_groups import group_config, grouped_rounded_groups, rounded_groups
 from nanovllm.backends.gpu.rounded_linear import ROUNDING, grouped_rounded, limit_rows, rounded_linear
 from nanovllm.features.quantized.codes import Codes
 from nanovllm.features.quantized.dynamic import GROUP
@@ -109,6 +110,28 @@ class RoundedTritonMatrix(TorchMatrix):
         return super().rows(indices)[:, : self._in_features].contiguous()
 
 
+class GroupedTritonMatrix(RoundedTritonMatrix):
+    """A matrix [out, in] of int8 codes with scales for groups, which the kernel multiplies in whole numbers."""
+
+    def __init__(self, codes: Codes, dtype: torch.dtype) -> None:
+        """
+        Raises:
+            ValueError: the kernel cannot take groups of this size.
+        """
+        super().__init__(codes, dtype)
+        self._codes = lay_groups(codes)
+
+    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """x [n, in] -> x W^T + bias [n, out]. The codes' columns may have another order than those of x."""
+        order = self._codes.order
+        x = x.contiguous() if order is None else x.index_select(1, order)
+        return rounded_groups(x, self._codes, self._in_features, bias, self.row_limits)
+
+    def rows(self, indices: Tensor) -> Tensor:
+        whole = replace(self._codes, codes=self._codes.codes[:, : self._in_features])
+        return whole.take_rows(indices.long()).dequantize().to(self._dtype)
+
+
 class TritonExperts:
     """The quantised matrices [num_experts, out, in] of one projection of all experts."""
 
@@ -117,11 +140,7 @@ class TritonExperts:
         Raises:
             ValueError: the kernel cannot take groups of this size, or columns that were sorted by their group.
         """
-        if codes.order is not None:
-            raise ValueError(
-                "these experts' columns are sorted by their group (desc_act), which the grouped Triton kernel does not "
-                "take: use a checkpoint that was made with desc_act=False"
-            )
+        refuse_order(codes)
         self._codes = transpose_scales(codes)
 
     def multiply(self, x: Tensor, routing: "Routing", gather: bool) -> Tensor:
@@ -140,12 +159,50 @@ class RoundedTritonExperts:
         return grouped_rounded(x, self._codes, routing, gather)
 
 
+class GroupedTritonExperts:
+    """Matrices [num_experts, out, in] of int8 codes with scales for groups, which the kernel multiplies so, too."""
+
+    def __init__(self, codes: Codes) -> None:
+        """
+        Raises:
+            ValueError: the kernel cannot take groups of this size, or columns that were sorted by their group.
+        """
+        refuse_order(codes)
+        self._in_features = codes.in_features
+        self._codes = lay_groups(codes)
+
+    def multiply(self, x: Tensor, routing: "Routing", gather: bool) -> Tensor:
+        """Do what `DynamicExperts.multiply` does."""
+        return grouped_rounded_groups(x, self._codes, self._in_features, routing, gather)
+
+
+def refuse_order(codes: Codes) -> None:
+    """Raise a ValueError if the columns of experts were sorted by their group."""
+    if codes.order is not None:
+        raise ValueError(
+            "these experts' columns are sorted by their group (desc_act), which the grouped Triton kernel does not "
+            "take: use a checkpoint that was made with desc_act=False"
+        )
+
+
 def pad_rows(codes: Codes) -> Codes:
     """Return the same int8 matrix, with zeros at the ends of its rows to a multiple of GROUP."""
     lacking = -codes.in_features % GROUP
     if not lacking:
         return codes
     return replace(codes, codes=F.pad(codes.codes, (0, lacking)), group_size=codes.in_features + lacking)
+
+
+def lay_groups(codes: Codes) -> Codes:
+    """Return the same matrix with padded rows, and with the scales of one group together in memory.
+
+    Raises:
+        ValueError: the kernel cannot take groups of this size.
+    """
+    padded = pad_rows(codes)
+    group_size = padded.in_features if codes.scales.shape[-1] == 1 else codes.group_size
+    group_config(group_size)
+    return replace(padded, scales=_lay_by_column(codes.scales), group_size=group_size)
 
 
 def transpose_scales(codes: Codes) -> Codes:
@@ -178,16 +235,23 @@ class Operators(MatrixOperators):
         self._backend = backend
 
     def make_matrix(self, codes: Codes, dtype: torch.dtype, rounds_inputs: bool) -> PackedMatrix:
-        self._backend.rounding = ROUNDING if rounds_inputs else None
-        if rounds_inputs:
-            return RoundedTritonMatrix(codes, dtype)
-        if TAKES_PAIRS and PairedTritonMatrix.takes(codes, dtype):
-            return PairedTritonMatrix(codes, dtype)
-        return TritonMatrix(codes, dtype)
+        self._backend.rounding = ROUNDING if rounds_inputs and not codes.has_floats else None
+        if not rounds_inputs:
+            takes_pairs = TAKES_PAIRS and PairedTritonMatrix.takes(codes, dtype)
+            return (PairedTritonMatrix if takes_pairs else TritonMatrix)(codes, dtype)
+        if codes.has_floats:
+            return GroupedTritonMatrix(codes, dtype)
+        codes = codes.widen()
+        return (RoundedTritonMatrix if codes.scales.shape[-1] == 1 else GroupedTritonMatrix)(codes, dtype)
 
     def make_experts(self, codes: Codes, dtype: torch.dtype, rounds_inputs: bool) -> "PackedExperts":
-        self._backend.rounding = ROUNDING if rounds_inputs else None
-        return RoundedTritonExperts(codes) if rounds_inputs else TritonExperts(codes)
+        self._backend.rounding = ROUNDING if rounds_inputs and not codes.has_floats else None
+        if not rounds_inputs:
+            return TritonExperts(codes)
+        if codes.has_floats:
+            return GroupedTritonExperts(codes)
+        codes = codes.widen()
+        return RoundedTritonExperts(codes) if codes.scales.shape[-1] == 1 else GroupedTritonExperts(codes)
 
     def keep_place(self, old: Any, new: Any) -> Any:
         """Write new codes into the memory of the old ones, which CUDA graphs read. They have the same shapes."""

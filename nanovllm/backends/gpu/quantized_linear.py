@@ -1,4 +1,4 @@
-"""Multiplies by a matrix of whole numbers with scales, 8 or 4 bits a weight, in Triton. Activations keep their type.
+"""Multiplies by a matrix of codes with scales, 8 or 4 bits a weight, in Triton. Activations keep their type.
 
 The references are `TorchMatrix` and `TorchExperts` in features/quantized/torch_matrix.py.
 """
@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nanovllm.backends.gpu.fp8_codes import read_fp8
 from nanovllm.backends.gpu.grouped_linear import locate_tile
 from nanovllm.backends.gpu.launch import launch, wait_for_predecessor
 from nanovllm.backends.gpu.triton_shim import next_power_of_2, tl, triton
@@ -51,7 +52,7 @@ MIN_BLOCK_K = 32
 def _load_codes(
     matrix, step, columns, BITS: tl.constexpr, GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr, BLOCK_K: tl.constexpr
 ):
-    """Return code - zero of some columns of W^T at one step along K, int32 [columns, BLOCK_K].
+    """Return code - zero of some columns of W^T at one step along K, int32 [columns, BLOCK_K]; uint8 if they are fp8.
 
     Args:
         matrix: pointers to codes and zeros, the bytes of a row of codes, and the number of the rows.
@@ -64,13 +65,20 @@ def _load_codes(
     codes = tl.load(codes_ptr + column.to(tl.int64)[:, None] * packed_size + byte[None, :], mask=inside, other=0)
     if BITS == 4:
         codes = tl.interleave(codes & 15, codes >> 4)
-    codes = codes.to(tl.int32)
+    if BITS == 4 or codes.dtype == tl.int8:
+        codes = codes.to(tl.int32)
     if HAS_ZEROS:
         group = step * BLOCK_K // GROUP if GROUP else 0
         codes -= tl.load(zeros_ptr + group * out_size + column, mask=is_column, other=0)[:, None]
     elif BITS == 4:
         codes -= 8
     return codes
+
+
+@triton.jit
+def _read_codes(codes, TYPE: tl.constexpr):
+    """Return what `_load_codes` has returned as numbers of TYPE, which is exact."""
+    return read_fp8(codes, TYPE) if codes.dtype == tl.uint8 else codes.to(TYPE)
 
 
 @triton.jit
@@ -106,7 +114,7 @@ def _multiply_tile(
         start = step * BLOCK_K
         x = tl.load(x_at + start, mask=is_row[:, None] & (start + k < in_size)[None, :], other=0.0)
         codes = _load_codes(packed, step, columns, BITS, GROUP, HAS_ZEROS, BLOCK_K)
-        weight = tl.trans(codes.to(x.dtype))
+        weight = tl.trans(_read_codes(codes, x.dtype))
         if GROUP:
             scale = tl.load(scales_ptr + start // GROUP * out_size + column, mask=is_column, other=0.0)
             acc += tl.dot(x, weight, input_precision="ieee") * scale[None, :]
@@ -225,7 +233,7 @@ def _dequantize_kernel(
     group = step * BLOCK_K // GROUP if GROUP else 0
     scale = tl.load(scales_ptr + group * out_size + first + row, mask=is_row, other=0.0)
     k = step * BLOCK_K + tl.arange(0, BLOCK_K)
-    weight = (codes.to(tl.float32) * scale[:, None]).to(weight_ptr.dtype.element_ty)
+    weight = (_read_codes(codes, tl.float32) * scale[:, None]).to(weight_ptr.dtype.element_ty)
     weight_at = weight_ptr + row.to(tl.int64)[:, None] * in_size + k[None, :]
     tl.store(weight_at, weight, mask=is_row[:, None] & (k < in_size)[None, :])
 

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from nanovllm.features.quantized.codes import Codes
-from nanovllm.features.quantized.formats import MADE_AT_LOAD, Format, RawTensors
+from nanovllm.features.quantized.formats import INT8_DYNAMIC, MADE_AT_LOAD, Format, RawTensors
 from nanovllm.features.quantized.unpack import AWQ_ORDER, Floats4, ScaledFloats, make_codes, unpack_words
 from nanovllm.models.settings_files import SETTINGS_FILE
+from nanovllm.ops.kv_codes import LARGEST_CODE
 from nanovllm.utils.checks import as_integer, quote
 from nanovllm.utils.integers import ceil_div
 
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
 
 Config = Mapping[str, Any]
 """The quantization_config of a config.json."""
+
+FP8_CODES = "fp8-codes"
+"""The value of the option `quantization` that keeps FP8 in one byte."""
 
 SCALE_DTYPES = ("F32", "F16", "BF16")
 INTEGERS = ("I32", "I64")
@@ -140,7 +144,7 @@ class IntQuantized(Format):
 
 @dataclass(frozen=True)
 class ScaledFloat8(Format):
-    """FP8 with scales for blocks, rows or whole matrices. The weights are kept with 16 bits.
+    """FP8 with scales for blocks, rows or whole matrices. The weights are kept with 16 bits, or as they are.
 
     Attributes:
         block: rows and columns that share a scale; 0 stands for all of them.
@@ -162,12 +166,32 @@ class ScaledFloat8(Format):
             tensors["input_scale"] = ((1,), SCALE_DTYPES)
         return tensors
 
-    def convert(self, tensors: Mapping[str, Tensor], out: int, size: int) -> ScaledFloats:
-        rows, columns = self.block
+    @property
+    def has_floats(self) -> bool:
+        return self.bits == 8
+
+    def keep(self) -> "ScaledFloat8":
+        """Return the same format, with weights that are kept in their byte."""
+        return replace(self, name=FP8_CODES, bits=8, group_size=self.block[1] or None)
+
+    def convert(self, tensors: Mapping[str, Tensor], out: int, size: int) -> Codes | ScaledFloats:
+        block = (self.block[0] or out, self.block[1] or size)
         scales = next(tensors[suffix] for suffix in self.suffixes if suffix in tensors)
-        return ScaledFloats(
-            tensors["weight"], scales.reshape(self._shape_of_scales(out, size)), (rows or out, columns or size)
-        )
+        scales = scales.reshape(self._shape_of_scales(out, size)).to(torch.float32)
+        if not self.has_floats:
+            return ScaledFloats(tensors["weight"], scales, block)
+        codes = tensors["weight"].view(torch.uint8)
+        if bool((codes & 127 == 127).any()):
+            raise ValueError(
+                f"some of its numbers are NaN, which {quote(FP8_CODES)} cannot keep: leave quantization out"
+            )
+        return Codes(8, codes, scales.repeat_interleave(block[0], 0)[:out], None, block[1])
+
+    def round(self, weight: Tensor) -> Codes:
+        most = LARGEST_CODE[torch.float8_e4m3fn]
+        quotients, scales = self.divide_groups(weight, most)
+        codes = quotients.clamp_(-most, most).to(torch.float8_e4m3fn).view(torch.uint8)
+        return Codes(8, codes, scales, None, self.group_size or weight.shape[-1])
 
     def _shape_of_scales(self, out: int, size: int) -> tuple[int, int]:
         rows, columns = self.block
@@ -227,6 +251,15 @@ def find_format(asked: str | None, hf_config: "PretrainedConfig") -> Format | No
         raise ValueError(f"{where}: {error}") from None
     if asked in (None, method, format.name):
         return format
+    if asked == FP8_CODES and isinstance(format, ScaledFloat8):
+        return format.keep()
+    if asked == INT8_DYNAMIC.name and format.bits < 16:
+        if format.bits == 8 and format.has_zeros:
+            raise ValueError(
+                f"quantization is {quote(asked)}, and the checkpoint ({method}) has codes of 8 bits with zeros, which "
+                "fit no byte less their zero: leave the option out"
+            )
+        return replace(format, name=asked, rounds_inputs=True)
     if asked in MADE_AT_LOAD and format.bits == 16:
         rounds_inputs = MADE_AT_LOAD[asked].rounds_inputs
         return replace(format, name=asked, bits=8, quantizes_head=True, rounds_inputs=rounds_inputs)
@@ -258,7 +291,7 @@ def describe_format(format: Format, dtype: str) -> str:
     if format.quantizes_head:
         return format.name
     groups = "rows" if format.group_size is None else f"groups of {format.group_size}"
-    return f"{format.bits} bits ({format.name}, {groups}), embeddings in {dtype}"
+    return f"{format.kept_bits} bits ({format.name}, {groups}), embeddings in {dtype}"
 
 
 def _check(data: Config, name: str, default: Any, accepted: Collection[Any]) -> Any:

@@ -57,6 +57,11 @@ class Format:
             return {}
         return self.list_tensors(prefix, names, *shape)
 
+    @property
+    def has_floats(self) -> bool:
+        """Whether the codes are fp8, and not whole numbers."""
+        return False
+
     def list_tensors(self, prefix: str, names: Collection[str], out: int, size: int) -> RawTensors:
         """Return the tensors that make a quantised matrix."""
         raise NotImplementedError
@@ -73,18 +78,37 @@ class Format:
         """Return how many scales a row of `size` elements has."""
         return 1 if self.group_size is None else ceil_div(size, self.group_size)
 
+    @property
+    def kept_bits(self) -> int:
+        """The bits of a code in memory. Rounded inputs are multiplied by bytes: 4 bits less their zero are one."""
+        return 8 if self.rounds_inputs else self.bits
+
+    def count_row_bytes(self, size: int) -> int:
+        """Return the memory of a row of `size` elements, with scales and zeros."""
+        has_zeros = self.has_zeros and not self.rounds_inputs
+        return size * self.kept_bits // 8 + self.count_groups(size) * (4 + 2 * has_zeros)
+
     def round(self, weight: Tensor) -> Codes:
         """Quantise weights [..., out, in] by rounding. Dummy weights get their codes in this way."""
         if self.group_size is None and self.bits == 8:
             return quantize_int8(weight)
+        most = 2 ** (self.bits - 1) - 1
+        quotients, scales = self.divide_groups(weight, most)
+        codes = quotients.round_().clamp_(-most, most).to(torch.int8)
+        group_size = self.group_size or weight.shape[-1]
+        return Codes(self.bits, codes if self.bits == 8 else pack_int4(codes + 8), scales, None, group_size)
+
+    def divide_groups(self, weight: Tensor, most: float) -> tuple[Tensor, Tensor]:
+        """Divide each group of weights [..., out, in] by a scale: see `divide_by_scales`.
+
+        Returns:
+            The quotients, float32 [..., out, in], and the scales, float32 [..., out, groups].
+        """
         size = weight.shape[-1]
         group_size = min(self.group_size or size, size)
         groups = torch.nn.functional.pad(weight.float(), (0, -size % group_size))
-        groups = groups.view(*weight.shape[:-1], -1, group_size)
-        most = 2 ** (self.bits - 1) - 1
-        quotients, scales = divide_by_scales(groups, most)
-        codes = quotients.round_().clamp_(-most, most).flatten(-2)[..., :size].to(torch.int8)
-        return Codes(self.bits, codes if self.bits == 8 else pack_int4(codes + 8), scales, None, group_size)
+        quotients, scales = divide_by_scales(groups.view(*weight.shape[:-1], -1, group_size), most)
+        return quotients.flatten(-2)[..., :size], scales
 
 
 INT8 = Format("int8", bits=8, quantizes_head=True)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from nanovllm.backends import make_backend
 from nanovllm.config import ResolvedConfig
-from nanovllm.features.quantized.checkpoints import describe_format, find_format
+from nanovllm.features.quantized.checkpoints import ScaledFloat8, describe_format, find_format
 from nanovllm.features.quantized.codes import Codes, quantize_int8
 from nanovllm.features.quantized.formats import INT8, MADE_AT_LOAD, Format, RawTensors
 from nanovllm.features.quantized.torch_matrix import MatrixOperators
@@ -52,6 +52,11 @@ class ModelQuantizer:
         self._config = config
         self._device = torch.device(config.device)
 
+    @property
+    def rounds_at_load(self) -> bool:
+        """Whether codes are made of a checkpoint's numbers by rounding, so that new weights may come."""
+        return self.format.quantizes_head
+
     def count_bytes(self, model: Decoder, itemsize: int) -> int:
         """Return the memory of a model's weights, if those that are not quantised take `itemsize` bytes each."""
         return count_bytes(model, self.format, itemsize)
@@ -59,6 +64,12 @@ class ModelQuantizer:
     def describe(self) -> str:
         """Return how the weights are stored, for a table: see `describe_format`."""
         return describe_format(self.format, self._config.dtype)
+
+    def check(self) -> None:
+        """Raise a ValueError if the backend cannot multiply matrices of the format."""
+        reason = self._find_operators().why_cannot(self.format)
+        if reason is not None:
+            raise ValueError(f"quantization is {quote(self._config.quantization)}: {reason}")
 
     def announce(self, model: Decoder) -> None:
         """Log what a user should know of the format. `model` is the whole one."""
@@ -69,13 +80,26 @@ class ModelQuantizer:
             int8_bytes = count_bytes(model, INT8, itemsize)
             logger.warning(
                 "the checkpoint's weights of %d bits (%s) become %s while they are read, and take %.2f GiB in all; "
-                'quantization="int8" takes %.2f GiB',
+                'quantization="int8" takes %.2f GiB%s',
                 *(self.format.stored_bits, self.format.name, dtype, num_bytes / 2**30, int8_bytes / 2**30),
+                self._describe_codes(model, itemsize),
             )
             return
+        self._find_operators().warn(self.format)
+
+    def _describe_codes(self, model: Decoder, itemsize: int) -> str:
+        """Return what would keep FP8 in its byte, and the memory of that, for the end of a line; "" if nothing does."""
+        if not isinstance(self.format, ScaledFloat8):
+            return ""
+        kept = self.format.keep()
+        if self._find_operators().why_cannot(kept) is not None:
+            return ""
+        num_bytes = count_bytes(model, kept, itemsize)
+        return f', and quantization="{kept.name}" keeps them in their byte, {num_bytes / 2**30:.2f} GiB'
+
+    def _find_operators(self) -> MatrixOperators:
         backend = make_backend(self._config.attention_backend, self._config.device)
-        operators = backend.find_operators(MatrixOperators, "quantized")
-        operators.warn(self.format)
+        return backend.find_operators(MatrixOperators, "quantized")
 
     def list_matrices(self, model: Decoder) -> list[nn.Parameter]:
         return [weight for module in find_matrices(model, self.format).values() for weight in module.list_matrices()]
@@ -121,8 +145,7 @@ def count_bytes(model: Decoder, format: Format, itemsize: int) -> int:
             continue  # a checkpoint may have it quantised, but few have
         for weight in module.list_matrices():
             size = weight.shape[-1]
-            row = size * format.bits // 8 + format.count_groups(size) * (4 + 2 * format.has_zeros)
-            total += weight.numel() // size * (row - size * itemsize)
+            total += weight.numel() // size * (format.count_row_bytes(size) - size * itemsize)
     return total
 
 

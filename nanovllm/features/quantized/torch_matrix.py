@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanovllm.features.quantized.codes import ELEMENTS_AT_A_TIME, Codes
-from nanovllm.features.quantized.dynamic import multiply_rounded
+from nanovllm.features.quantized.dynamic import multiply_rounded, multiply_rounded_groups
 from nanovllm.features.quantized.formats import Format
 from nanovllm.models.layers.linear import PackedMatrix
 
@@ -43,10 +43,16 @@ class TorchMatrix:
 
 
 class DynamicMatrix(TorchMatrix):
-    """A `PackedMatrix` of int8 codes with one scale a row, which is multiplied in whole numbers."""
+    """A `PackedMatrix` of whole numbers, which is multiplied in whole numbers. It keeps them in int8."""
+
+    def __init__(self, codes: Codes, dtype: torch.dtype) -> None:
+        super().__init__(codes.widen(), dtype)
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        return multiply_rounded(x, self._codes.codes, self._codes.scales[:, 0], bias)
+        codes = self._codes
+        if codes.scales.shape[1] == 1:
+            return multiply_rounded(x, codes.codes, codes.scales[:, 0], bias)
+        return multiply_rounded_groups(x if codes.order is None else x[:, codes.order], codes, bias)
 
 
 class TorchExperts:
@@ -68,9 +74,12 @@ class TorchExperts:
 
 
 class DynamicExperts(TorchExperts):
-    """`PackedExperts` of int8 codes with one scale a row, which are multiplied in whole numbers."""
+    """`PackedExperts` of whole numbers, which are multiplied in whole numbers."""
 
     matrix = DynamicMatrix
+
+    def __init__(self, codes: Codes, dtype: torch.dtype) -> None:
+        super().__init__(codes.widen(), dtype)
 
 
 class MatrixOperators:
@@ -97,6 +106,10 @@ class MatrixOperators:
             old: the form of the same matrix with other weights; None if there is none.
         """
         return new
+
+    def why_cannot(self, format: Format) -> str | None:
+        """Return why matrices of this format cannot be multiplied, and what to use instead; None if they can."""
+        return None
 
     def warn(self, format: Format) -> None:
         """Log it if matrices of this format are multiplied slowly."""

@@ -82,6 +82,10 @@ def make_whole_target(view: Tensor, plus: float = 0.0) -> WeightTarget:
 class Quantizer(Protocol):
     """Gives one rank's model quantised matrices: a `ModelQuantizer`. In each method `model` is a decoder."""
 
+    @property
+    def rounds_at_load(self) -> bool:
+        """Whether codes are made of a checkpoint's numbers by rounding, so that new weights may come."""
+
     def count_bytes(self, model: Any, itemsize: int) -> int:
         """Return the memory of a model's weights, if those that are not quantised take `itemsize` bytes each."""
 
