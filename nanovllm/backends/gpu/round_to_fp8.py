@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from nanovllm.backends.gpu.launch import launch, wait_for_predecessor
-from nanovllm.backends.gpu.rounded_linear import ROUNDED_AT_A_TIME, Rounded, round_config
+from nanovllm.backends.gpu.round_groups import Rounded
+from nanovllm.backends.gpu.rounded_linear import ROUNDED_AT_A_TIME, round_config
 from nanovllm.backends.gpu.triton_shim import tl, triton
 from nanovllm.features.quantized.dynamic import GROUP
 from nanovllm.utils.integers import ceil_div
