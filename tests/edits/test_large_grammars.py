@@ -14,6 +14,8 @@ import pytest
 from helpers.batch_jobs import openai_line, read_answers, write_lines
 from helpers.schemas import SCHEMAS
 
+pytest.importorskip("llguidance")
+
 import nanovllm
 from nanovllm.apps.jobs.job import Status
 from nanovllm.features.edits import trial

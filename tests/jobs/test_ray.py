@@ -13,7 +13,6 @@ from threading import Barrier
 from typing import Any
 
 import numpy as np
-import pyarrow
 import pytest
 from helpers.batch_jobs import openai_line, write_lines
 from helpers.paths import ROOT
@@ -21,6 +20,7 @@ from helpers.processes import is_alive, wait_for
 
 pytest.importorskip("ray.data")
 
+import pyarrow
 import ray
 from ray.data.block import BlockAccessor
 
