@@ -19,6 +19,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import masking_utils
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+from transformers.models.llama import modeling_llama
+from transformers.models.llama.modeling_llama import LlamaAttention
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.apps.cli import main
@@ -102,6 +104,7 @@ def test_heads_are_padded_to_what_the_kernels_take(tmp_path: Path) -> None:
             assert llm.engine.runner.count_block_bytes() == 2 * 2 * 16 * 2 * stored * 4  # layers, sides, tokens, heads
 
 
+ATTEND = attend.AttentionLayer.attend
 WHOLE = {
     "LlamaForCausalLM": True,
     "Qwen3ForCausalLM": True,  # norms of heads
@@ -125,17 +128,67 @@ def test_a_trial_says_which_attention_is_computed_as_a_whole(name: str) -> None:
         assert isinstance(layer.self_attn.module.__dict__.get("forward"), WholeAttention) == WHOLE[name]
 
 
-def test_angles_of_a_part_of_a_head_stay_transformers_code(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "is_whole"), [("NemotronForCausalLM", False), ("Qwen3ForCausalLM", True)])
+def test_angles_of_a_part_of_a_head_stay_transformers_code(
+    name: str, is_whole: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nemotron's code rotates as many elements as there are angles. In the trial, these are all."""
-    model = save_any(tmp_path, "NemotronForCausalLM", partial_rotary_factor=0.5)
+    calls = []
+    monkeypatch.setattr(attend.AttentionLayer, "attend", lambda *given: calls.append(given) or ATTEND(*given))
+    save_any(tmp_path, name)
     with LLM(tmp_path, **OPTIONS | {"model_impl": "transformers"}) as llm:
-        layer = llm.engine.runner.model.layers[0].self_attn
-        assert isinstance(layer.module.forward, WholeAttention)
-        layer.step.inputs = {layer.form: "a step runs"}
-        whole, part = (torch.empty(1, 1, layer.value_dim // count) for count in (1, 2))
-        assert (layer.has_plain_heads((whole, whole)), layer.has_plain_heads((part, part))) == (True, False)
-        layer.step.inputs = {}
-        assert compare(model, llm).num_equal == 216
+        assert isinstance(llm.engine.runner.model.layers[0].self_attn.module.forward, WholeAttention)
+        generate(llm)
+    assert bool(calls) != is_whole
+
+
+class CountsPositions(LlamaAttention):
+    """Scales queries by positions that it counts itself, as Llama 4 does."""
+
+    def forward(self, hidden_states: Tensor, position_embeddings: Any, attention_mask: Any = None, **named: Any) -> Any:
+        scales = torch.arange(hidden_states.shape[1]) // 8192 + 1
+        return super().forward(hidden_states * scales[None, :, None], position_embeddings, attention_mask, **named)
+
+
+class TakesScale(LlamaAttention):
+    """Has an argument that a layer may give, or not."""
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: Any,
+        attention_mask: Any = None,
+        factor: Any = None,
+        **named: Any,
+    ) -> Any:
+        hidden_states = hidden_states if factor is None else hidden_states * factor
+        return super().forward(hidden_states, position_embeddings, attention_mask, **named)
+
+
+@pytest.mark.parametrize("kind", [CountsPositions, TakesScale])
+def test_a_module_that_may_do_more_than_the_trial_sees_stays_transformers_code(
+    kind: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(modeling_llama, "LlamaAttention", kind)
+    for layer in AnyDecoder(make_config("LlamaForCausalLM")).layers:
+        assert type(layer.self_attn.module) is kind
+        assert "forward" not in layer.self_attn.module.__dict__
+
+
+def test_a_module_that_gets_more_than_the_trial_gave_stays_transformers_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward = modeling_llama.LlamaDecoderLayer.forward
+    monkeypatch.setattr(
+        modeling_llama.LlamaDecoderLayer, "forward", lambda *given, **named: forward(*given, **named, factor=2)
+    )
+    calls = []
+    monkeypatch.setattr(attend, "HARMLESS", attend.HARMLESS | {"factor"})  # or the model is refused
+    monkeypatch.setattr(attend.AttentionLayer, "attend", lambda *given: calls.append(given) or ATTEND(*given))
+    save_any(tmp_path, "LlamaForCausalLM")
+    with LLM(tmp_path, **OPTIONS | {"model_impl": "transformers"}) as llm:
+        generate(llm)
+    assert calls
 
 
 def test_the_text_part_of_a_checkpoint_with_pictures_runs(tmp_path: Path) -> None:

@@ -200,7 +200,8 @@ class FewRowsMatrix:
     @staticmethod
     def is_supported(weight: Tensor) -> bool:
         """Return whether the kernel takes a matrix [out, in] of this type and width."""
-        return weight.dtype.itemsize == 2 and weight.shape[1] % MIN_BLOCK_K == 0 and weight.is_contiguous()
+        fits = weight.numel() > 0 and weight.shape[1] % MIN_BLOCK_K == 0
+        return weight.dtype.itemsize == 2 and fits and weight.is_contiguous()
 
     def multiply(self, x: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
         """x [n, in] -> x W^T + bias + residual [n, out], in x's dtype. The product is rounded, and so is the sum.

@@ -201,6 +201,7 @@ def paired_linear(x: Tensor, weight: Codes, bias: Tensor | None, arrivals: Tenso
     y = torch.empty(num_rows, out_size, dtype=x.dtype, device=x.device)
     config = {"HAS_BIAS": bias is not None, "HAS_TAIL": in_size % BLOCK_K > 0} | tile_config(num_rows)
     num_tiles = ceil_div(num_rows, config["BLOCK_M"]) * ceil_div(out_size, config["BLOCK_N"])
+    assert num_tiles <= len(arrivals), f"{num_tiles} tiles, and {len(arrivals)} counters"
     num_parts, part_steps = split_steps(in_size, out_size, BLOCK_K)
     num_partial = num_parts * num_tiles * config["BLOCK_M"] * config["BLOCK_N"] if num_parts > 1 else 0
     sums = torch.empty(num_partial, dtype=torch.float32, device=x.device)

@@ -235,7 +235,7 @@ class Operators(MatrixOperators):
         self._backend = backend
 
     def make_matrix(self, codes: Codes, dtype: torch.dtype, rounds_inputs: bool) -> PackedMatrix:
-        self._backend.rounding = ROUNDING if rounds_inputs and not codes.has_floats else None
+        self._backend.rounding = ROUNDING if rounds_inputs else None
         if not rounds_inputs:
             takes_pairs = TAKES_PAIRS and PairedTritonMatrix.takes(codes, dtype)
             return (PairedTritonMatrix if takes_pairs else TritonMatrix)(codes, dtype)
@@ -245,7 +245,7 @@ class Operators(MatrixOperators):
         return (RoundedTritonMatrix if codes.scales.shape[-1] == 1 else GroupedTritonMatrix)(codes, dtype)
 
     def make_experts(self, codes: Codes, dtype: torch.dtype, rounds_inputs: bool) -> "PackedExperts":
-        self._backend.rounding = ROUNDING if rounds_inputs and not codes.has_floats else None
+        self._backend.rounding = ROUNDING if rounds_inputs else None
         if not rounds_inputs:
             return TritonExperts(codes)
         if codes.has_floats:

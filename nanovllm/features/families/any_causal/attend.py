@@ -44,7 +44,8 @@ class Step:
 
     Attributes:
         inputs: the step's inputs, prepared for each form of a cache: see `AttentionLayer.form`. Empty if no step runs.
-        origin: int32 [num_tokens], zeros. transformers has rotated queries and keys, so the kernel rotates by nothing.
+        origin: int32 [num_tokens], zeros. Where transformers has rotated queries and keys, or nobody rotates them, the
+            kernel rotates by nothing.
         angles: {a tensor of cosines: its table}. transformers makes the tensors once a step, for all layers or a kind.
     """
 

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
-from nanovllm.features.families.any_causal.attend import TRIAL, AttentionLayer
+from nanovllm.features.families.any_causal.attend import HARMLESS, TRIAL, AttentionLayer
 from nanovllm.features.families.any_causal.layers import STACKS, Linear, Norm, Stack, Swap
 from nanovllm.ops.norm_rope_store import NormRope, rope_reference
 from nanovllm.ops.rms_norm import rms_norm_reference
@@ -22,9 +23,30 @@ from nanovllm.ops.rms_norm import rms_norm_reference
 FIRST_ARGUMENTS = ["self", "hidden_states", "position_embeddings"]
 """The arguments with which a module's `forward` begins. `WholeAttention` begins with them, too."""
 
+OTHER_ARGUMENTS = frozenset(("attention_mask", "cache", "past_key_values", "cache_position", "use_cache", "kwargs"))
+"""The other arguments that `forward` may name. They change nothing here: the dry run asks a mask what it shows."""
+
+GIVEN = HARMLESS | {"attention_mask"}
+"""The arguments that a layer may give to its module. A module that gets another one stays theirs."""
+
+NORMS = ("q_norm", "k_norm")
+"""The names of norms of heads."""
+
+NUM_TOKENS = 5
+"""The tokens of a trial."""
+
+HIDDEN = 16
+"""The elements of a trial's inputs."""
+
+NUM_HEADS = (4, 2, 2)
+"""The heads of queries, keys and values in a trial."""
+
 
 class WholeAttention:
-    """Stands in the place of a module's `forward`. In the dry run and in the proof it calls theirs.
+    """Stands in the place of a module's `forward`.
+
+    It calls theirs in the dry run, beside transformers' own attention, and where the engine's operator cannot take the
+    heads: see `AttentionLayer.has_plain_heads`.
 
     Attributes:
         scale: what scores are multiplied by.
@@ -37,13 +59,17 @@ class WholeAttention:
         self._module = module
         self._qkv_proj: Any = module.get_submodule("qkv_proj")
         self._o_proj: Any = module.get_submodule("o_proj")
-        self._norms: list[Any] = [module.get_submodule(name) for name in ("q_norm", "k_norm") if hasattr(module, name)]
+        self._norms: list[Any] = [module.get_submodule(name) for name in NORMS if hasattr(module, name)]
+        self._gets_more = False  # than the trial gave it
 
     def __call__(self, hidden_states: Tensor, position_embeddings: Any, *others: Any, **named: Any) -> Any:
         """hidden_states [1, num_tokens, hidden] -> (the same shape, None)."""
         module = self._module
         layer: AttentionLayer | None = module.__dict__.get("nanovllm_layer")
-        if layer is None or not layer.has_plain_heads(position_embeddings):
+        if layer is None:  # the dry run
+            given = {name for name, value in named.items() if value is not None}
+            self._gets_more = self._gets_more or bool(others) or not given <= GIVEN
+        if layer is None or self._gets_more or not layer.has_plain_heads(position_embeddings):
             return type(module).forward(module, hidden_states, position_embeddings, *others, **named)
         step = layer.step
         norms = step.norms[layer.stored_dim]
@@ -67,59 +93,85 @@ def take_whole(model: nn.Module, swap: Swap) -> None:
             module.forward = WholeAttention(module, *found)
 
 
-def find_whole(module: nn.Module) -> tuple[float, bool] | None:
-    """Try a module whose layers are ours. Return `scale` and `rotates`; None if it computes anything else.
+class NoPositions(TorchFunctionMode):
+    """Within, nobody counts tokens: a step's first token is not the first of its sequence."""
 
-    x is partly large, because some modules clamp what they compute.
-    """
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.arange:
+            raise ValueError("the module makes positions of its own")
+        return function(*args, **(kwargs or {}))
+
+
+def find_whole(module: nn.Module) -> tuple[float, bool] | None:
+    """Try a module whose layers are ours. Return `scale` and `rotates`; None if it computes anything else."""
     if not _has_known_parts(module):
         return None
-    own: Any = module
-    has_norms = hasattr(module, "q_norm")
     generator = torch.Generator().manual_seed(0)
+    draw = partial(torch.randn, generator=generator)
+    trial = _make_trial(module, draw)
+    x = draw(NUM_TOKENS, HIDDEN) * torch.logspace(-2, 3, NUM_TOKENS)[:, None]  # partly large: some modules clamp
+    angles = draw(NUM_TOKENS, trial.head_dim // 2)
+    cos, sin = (part.repeat(1, 2)[None] for part in (angles.cos(), angles.sin()))
+    with NoPositions():
+        y = type(module).forward(trial, x[None], (cos, sin), attention_mask=None)
+    *kept, named = trial.kept
+    if named.get("s_aux") is not None:
+        return None
+    table = torch.cat((angles.cos(), angles.sin()), 1)
+    for rotates in (True, False):
+        ours = _compute(trial, x, table if rotates else None)
+        theirs = (*kept, y[0][0])
+        if all(torch.allclose(a, b, rtol=1e-4, atol=1e-4) for a, b in zip(theirs, ours, strict=True)):
+            return float(named["scaling"]), rotates
+    return None
 
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator)
 
+def _make_trial(module: nn.Module, draw: Any) -> Any:
+    """Return a copy of a module with small random matrices. Its attention is `keep` of attend.py."""
+    own: Any = module
     trial: Any = copy.copy(module)
     trial._modules = {}
     trial.config = copy.copy(own.config)
     trial.config._attn_implementation_internal = TRIAL
-    dim = int(own.head_dim)
-    x = draw(5, 16) * torch.logspace(-2, 3, 5)[:, None]
-    angles = draw(5, dim // 2)
-    table = torch.cat((angles.cos(), angles.sin()), 1)
-    projected = []
-    for name, heads in zip(STACKS["qkv_proj"], (4, 2, 2), strict=True):
-        matrix = (draw(heads * dim, 16), None if own.qkv_proj.bias is None else draw(heads * dim))
-        setattr(trial, name, partial(F.linear, weight=matrix[0], bias=matrix[1]))
-        projected.append(F.linear(x, *matrix).view(5, heads, dim))
-    q, k, v = projected
-    if has_norms:
-        weights = draw(dim), draw(dim)
-        q, k = (rms_norm_reference(h, w, own.q_norm.eps) for h, w in zip((q, k), weights, strict=True))
-        for name, weight in zip(("q_norm", "k_norm"), weights, strict=True):
-            setattr(trial, name, partial(rms_norm_reference, weight=weight, eps=own.q_norm.eps))
-    out = (draw(16, 4 * dim), None if own.o_proj.bias is None else draw(16))
-    trial.o_proj = partial(F.linear, weight=out[0], bias=out[1])
-    cos, sin = (part.repeat(1, 2)[None] for part in table.chunk(2, 1))
-    y = type(module).forward(trial, hidden_states=x[None], position_embeddings=(cos, sin), attention_mask=None)
-    *kept, named = trial.kept
-    for rotates in (True, False):
-        rows = torch.arange(5)
-        own_q, own_k = (rope_reference(h, table, rows) if rotates else h for h in (q, k))
-        ours = (*(h.transpose(0, 1) for h in (own_q, own_k, v)), F.linear(own_q.flatten(1), *out))
-        if all(torch.allclose(a, b, rtol=1e-4, atol=1e-4) for a, b in zip((*kept, y[0][0]), ours, strict=True)):
-            return (float(named["scaling"]), rotates) if named.get("s_aux") is None else None
-    return None
+
+    def make_matrix(rows: int, columns: int, bias: Tensor | None) -> Any:
+        return partial(F.linear, weight=draw(rows, columns), bias=None if bias is None else draw(rows))
+
+    for name, heads in zip(STACKS["qkv_proj"], NUM_HEADS, strict=True):
+        setattr(trial, name, make_matrix(heads * own.head_dim, HIDDEN, own.qkv_proj.bias))
+    trial.o_proj = make_matrix(HIDDEN, NUM_HEADS[0] * own.head_dim, own.o_proj.bias)
+    for name in NORMS:
+        if hasattr(module, name):
+            norm = partial(rms_norm_reference, weight=draw(own.head_dim), eps=getattr(own, name).eps)
+            setattr(trial, name, norm)
+    return trial
+
+
+def _compute(trial: Any, x: Tensor, table: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Compute what the engine's operators would: queries, keys, values, and the output if attention gives the queries.
+
+    Args:
+        table: the angles of each token; None rotates nothing.
+    """
+    q, k, v = (getattr(trial, name)(x).view(NUM_TOKENS, -1, trial.head_dim) for name in STACKS["qkv_proj"])
+    if hasattr(trial, "q_norm"):
+        q = trial.q_norm(q)
+        k = trial.k_norm(k)
+    if table is not None:
+        rows = torch.arange(NUM_TOKENS)
+        q = rope_reference(q, table, rows)
+        k = rope_reference(k, table, rows)
+    return q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), trial.o_proj(q.flatten(1))
 
 
 def _has_known_parts(module: nn.Module) -> bool:
-    """Return whether a module has the parameters, and the first arguments, of one that may be computed as a whole."""
+    """Return whether a module has the parameters and arguments of one that may be computed as a whole."""
     parts = dict(module._modules)
-    norms = [parts.pop(name) for name in ("q_norm", "k_norm") if name in parts]
-    first = list(inspect.signature(type(module).forward).parameters)[: len(FIRST_ARGUMENTS)]
-    if set(parts) != {"qkv_proj", "o_proj"} or module._parameters or first != FIRST_ARGUMENTS:
+    norms = [parts.pop(name) for name in NORMS if name in parts]
+    if set(parts) != {"qkv_proj", "o_proj"} or module._parameters:
+        return False
+    names = list(inspect.signature(type(module).forward).parameters)
+    if names[:3] != FIRST_ARGUMENTS or not OTHER_ARGUMENTS.issuperset(names[3:]):
         return False
     if not isinstance(parts["qkv_proj"], Stack) or not isinstance(parts["o_proj"], Linear):
         return False
