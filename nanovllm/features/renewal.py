@@ -72,7 +72,7 @@ class Renewal:
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], finish: bool) -> None:
         """Replace weights: see `LLM.load_weights`."""
         as_bool(finish, "finish")
-        quantizer = self._rank.runner.quantizer
+        quantizer = getattr(self._rank.runner, "quantizer", None)  # replicas have theirs in processes of their own
         if quantizer is not None and not quantizer.rounds_at_load:
             raise RuntimeError(
                 f"the engine's checkpoint is quantised ({self._engine.config.quantization}); new weights are for "
