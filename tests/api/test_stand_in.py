@@ -3,6 +3,7 @@
 import importlib
 import importlib.metadata
 import importlib.util
+import inspect
 import os
 import subprocess
 import sys
@@ -17,9 +18,11 @@ from helpers.tiny import draw_prompts, save_random
 from safetensors.torch import load_file
 
 import nanovllm
+from nanovllm.apps import cli
 from nanovllm.apps.standin.environment import VARIABLE, VERSION
 from nanovllm.apps.standin.finders import FINDER, MODULES
 from nanovllm.apps.standin.llm import NAMES, UNCALLED
+from scripts.count_lines import python_lines
 from scripts.run_examples import replace_models, run_example
 
 OPTIONS: dict[str, Any] = {"dtype": "float32", "device": "cpu", "max_model_len": 96, "max_num_seqs": 8}
@@ -106,6 +109,14 @@ def test_the_imports_of_the_page_are_answered(row: str, vllm: ModuleType) -> Non
     exec(row.split("`")[1], names)
     for name in names.keys() - {"__builtins__"}:
         assert name in UNCALLED or names[name] is NAMES[name]
+
+
+def test_the_stand_in_has_at_most_150_lines() -> None:
+    package = ROOT / "nanovllm"
+    sources = [path.read_text() for path in [*(package / "apps" / "standin").rglob("*.py"), package / "as_vllm.py"]]
+    assert len(sources) == 6
+    sources += [inspect.getsource(function) for function in (cli._add_run, cli._run)]
+    assert sum(map(python_lines, sources)) <= 150
 
 
 def test_modules_names_and_versions_are_answered_or_say_what_to_do(vllm: Any) -> None:
