@@ -76,7 +76,7 @@ def train_tokenizer(rng: random.Random, conversations: int = 5000) -> PreTrained
         pad_token=END_OF_TEXT,
         additional_special_tokens=[IM_START],
         chat_template=CHAT_TEMPLATE,
-        model_max_length=2048,
+        model_max_length=4096,
         clean_up_tokenization_spaces=False,
     )
 
@@ -91,7 +91,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
         num_attention_heads=8,
         num_key_value_heads=2,
         head_dim=32,
-        max_position_embeddings=2048,
+        max_position_embeddings=4096,
         tie_word_embeddings=True,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,

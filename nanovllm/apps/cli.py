@@ -313,8 +313,7 @@ def _add_run(commands: Any) -> None:
     parser = commands.add_parser(
         "run",
         help="run a script that imports vllm, on this engine",
-        description="Run a script, or with -m a module, with this engine under the name vllm. The processes that it "
-        "starts have it, too.",
+        description="Run a script, or with -m a module: vllm is this engine there, and in processes that it starts.",
         usage="nanovllm run [--replace] [--claim VERSION] (SCRIPT | -m MODULE) [ARGUMENT ...]",
     )
     parser.add_argument("--replace", action="store_true", help="do so even if vLLM itself is installed")

@@ -217,7 +217,6 @@ def test_what_ends_a_request_inside_accepted_drafts_ends_it_there(reciter: Path)
     [
         ({"method": "ngram", "num_speculative_tokens": 4, "draft_tensor_parallel_size": 1}, "draft_tensor_parallel"),
         ({"method": "eagle", "num_speculative_tokens": 4}, "eagle.*ngram, draft_model"),
-        ({"method": "ngram"}, "lacks num_speculative_tokens"),
         ({"num_speculative_tokens": 0}, "num_speculative_tokens is 0"),
         ({"num_speculative_tokens": 4, "prompt_lookup_max": 2, "prompt_lookup_min": 3}, "prompt_lookup_min is 3"),
         ({"method": "draft_model", "num_speculative_tokens": 4}, "model is None"),
@@ -229,13 +228,14 @@ def test_what_is_wrong_with_the_option_is_named(given: Any, message: str) -> Non
         LLM("tiny-qwen3", speculative_config=given)
 
 
-def test_bounds_default_as_vllm_s() -> None:
+def test_bounds_default_as_vllm_s_and_the_number_of_drafts_to_four() -> None:
     from nanovllm.features.drafts.options import read_speculative_config
 
     def bounds(**given: int) -> tuple[int, int]:
         config = read_speculative_config({"num_speculative_tokens": 4, **given})
         return config["prompt_lookup_min"], config["prompt_lookup_max"]
 
+    assert read_speculative_config({"model": "a"})["num_speculative_tokens"] == 4
     assert bounds() == (5, 5)
     assert bounds(prompt_lookup_max=3) == (3, 3)
     assert bounds(prompt_lookup_min=2) == (2, 2)

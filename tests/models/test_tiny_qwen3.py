@@ -75,7 +75,7 @@ def test_shape_has_grouped_heads_and_tied_embeddings() -> None:
         "num_key_value_heads": 2,
         "head_dim": 32,
         "intermediate_size": 576,
-        "max_position_embeddings": 2048,
+        "max_position_embeddings": 4096,
         "tie_word_embeddings": True,
         "dtype": "bfloat16",
     }

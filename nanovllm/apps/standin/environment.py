@@ -25,11 +25,7 @@ def prepare_children(version: str = VERSION, replace: bool = False) -> None:
     """
     real = find_spec("vllm")
     if real is not None and real.origin is not None and not replace:  # the stand-in has no file
-        raise ValueError(
-            f"vLLM itself is installed ({real.origin}), and comparisons with it would compare nanovllm with itself: "
-            "use an environment without it, or `nanovllm run --replace`"
-        )
+        raise ValueError(f"vLLM is installed ({real.origin}): use another environment, or nanovllm run --replace")
     path = [str(Path(__file__).parent / "children"), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     os.environ.update({VARIABLE: version, "PYTHONPATH": os.pathsep.join(filter(None, path))})
-    notice = f"vllm is nanovllm {__version__} in this process and its children; it calls itself {version}"
-    print(notice, file=sys.stderr, flush=True)
+    sys.stderr.write(f"vllm is nanovllm {__version__} in this process and its children; it calls itself {version}\n")

@@ -16,8 +16,6 @@ from nanovllm.apps.async_llm import AsyncLLM, RequestOutputKind
 from nanovllm.engine.claim import State
 from nanovllm.load import read_generation_config
 from nanovllm.models.weight_reader import checkpoint_files
-from nanovllm.utils.checks import as_choice
-from nanovllm.utils.foreign_names import explain_missing
 from nanovllm.utils.vllm_names import ACCEPTED, ADVICE, LISTED
 
 
@@ -39,39 +37,16 @@ class SamplingParams(nanovllm.SamplingParams):
 class LLM(nanovllm.LLM):
     """vLLM's LLM, with the attributes through which trainers and evaluations reach into it."""
 
-    def __init__(self, model: Any, *, profiler_config: Any = None, **options: Any) -> None:
-        self._profiler = {"profiler": "torch", "torch_profiler_dir": None, **(profiler_config or {})}
-        as_choice(self._profiler["profiler"], "the profiler of profiler_config", ["torch"])
+    def __init__(self, model: Any, **options: Any) -> None:
         super().__init__(model, **options)
-        self._embeds = options.get("runner") == "pooling"
-        facts = self.engine.facts
-        if not facts.refused_defaults:
-            found = read_generation_config(facts.origin if isinstance(facts.origin, Path) else None)[0]
+        if not (facts := self.engine.facts).refused_defaults:
+            found = read_generation_config(Path(facts.origin))[0]
             self.engine.facts = replace(facts, default_params=SamplingParams.from_generation_config(found))
 
-    def score(self, prompts: Any, continuations: Any, use_tqdm: bool = True, **others: Any) -> Any:
-        """Return how alike texts are: the cosine of their vectors, which vLLM's score() is for models that embed."""
-        if not self._embeds:
-            raise NotImplementedError(
-                "vLLM's score() is a relevance, nanovllm's a log-probability; with runner='pooling' it is a cosine"
-            )
-        both = (self.embed(texts, use_tqdm, **others) for texts in (prompts, continuations))
-        left, right = ([one.embedding for one in outputs] for outputs in both)
-        left *= len(right) if len(left) == 1 else 1
-        if len(left) != len(right):
-            raise ValueError(f"score() has {len(left)} texts for {len(right)}; give one for all, or one each")
-        return [SimpleNamespace(outputs=SimpleNamespace(score=float(a @ b))) for a, b in zip(left, right, strict=True)]
+    llm_engine = cached_property(ported.LLMEngine)
 
-    def start_profile(self) -> None:
-        """Trace this process: a rank that is another process is not in the file."""
-        folder = self._profiler["torch_profiler_dir"]
-        if folder is None:
-            raise ValueError("give profiler_config={'profiler': 'torch', 'torch_profiler_dir': FOLDER} to LLM")
-        self._profile = torch.profiler.profile(on_trace_ready=torch.profiler.tensorboard_trace_handler(folder))
-        self._profile.start()
-
-    def stop_profile(self) -> None:
-        self._profile.stop()
+    def score(self, *_: Any, **__: Any) -> NoReturn:
+        raise NotImplementedError("vLLM's score() is a relevance, and nanovllm's a log-probability")
 
     def collective_rpc(self, method: Any, timeout: float | None = None, args: Any = (), **others: Any) -> None:
         """Read the weights of the model's folder, for an LLM with load_format="dummy". No other call is answered."""
@@ -80,11 +55,7 @@ class LLM(nanovllm.LLM):
                 self.load_weights(load_file(path).items(), finish=False)
             self.load_weights([])
         elif (method, args) != ("update_config", ({"load_config": {"load_format": "auto"}},)):
-            raise explain_missing("LLM", "collective_rpc")
-
-    @cached_property
-    def llm_engine(self) -> ported.LLMEngine:
-        return ported.LLMEngine(self)
+            raise NotImplementedError(f"collective_rpc({method!r}) is not answered: {ADVICE['collective_rpc']}")
 
     def reset_prefix_cache(self, *args: Any, **options: Any) -> bool:
         """Finish a load of weights, too: trainers give them one by one, and call this last."""
@@ -93,13 +64,12 @@ class LLM(nanovllm.LLM):
         return super().reset_prefix_cache(*args, **options)
 
 
-def refuse_calls(name: str) -> type:
-    """Return a class that raises an error when it is called."""
+class Uncalled(type):
+    """Makes a class that raises an error when it is called."""
 
-    def refuse(*_: Any, **__: Any) -> NoReturn:
-        raise NotImplementedError(f"nanovllm, which is vllm here, has no {name}: {ADVICE.get(name, LISTED)}")
-
-    return type(name, (), {"__init__": refuse})
+    def __call__(cls, *_: Any, **__: Any) -> NoReturn:
+        advice = ADVICE.get(cls.__name__, LISTED)
+        raise NotImplementedError(f"nanovllm, which is vllm here, has no {cls.__name__}: {advice}")
 
 
 UNCALLED = (
@@ -113,7 +83,7 @@ NAMES: dict[str, Any] = {
     **{name: getattr(nanovllm, name) for name in nanovllm.__all__},
     **ported.NAMES,
     **{made.__name__: made for made in (LLM, SamplingParams, AsyncLLM, RequestOutputKind)},
-    **{name: refuse_calls(name) for name in UNCALLED},
+    **{name: Uncalled(name, (), {}) for name in UNCALLED},
     "AsyncLLMEngine": AsyncLLM,
     "current_platform": SimpleNamespace(is_cuda=torch.cuda.is_available, is_rocm=lambda: False),
     "get_tokenizer": AutoTokenizer.from_pretrained,

@@ -7,6 +7,8 @@ from nanovllm.utils.checks import as_choice, as_integer, quote, refuse
 
 METHODS = ("ngram", "draft_model")
 MAX_NUM_DRAFTS = 64
+USUAL_NUM_DRAFTS = 4
+"""The default of num_speculative_tokens, which only bounds a draft: what a step's rows cost decides how many it has."""
 LOOKUP = 5
 """The default of prompt_lookup_max and prompt_lookup_min, as in vLLM."""
 
@@ -35,12 +37,11 @@ def read_speculative_config(value: Any) -> dict[str, Any]:
             f'speculative_config has the key {quote(min(unknown))}; with method "{method}" it may have '
             + ", ".join(_KEYS[method])
         )
-    if "num_speculative_tokens" not in given:
-        raise ValueError(f"speculative_config lacks num_speculative_tokens; it must be from 1 to {MAX_NUM_DRAFTS}")
 
     def integer(name: str, low: int, high: int) -> int:
         return as_integer(given[name], f"speculative_config: {name}", low, high)
 
+    given.setdefault("num_speculative_tokens", USUAL_NUM_DRAFTS)
     given["num_speculative_tokens"] = integer("num_speculative_tokens", 1, MAX_NUM_DRAFTS)
     if method == "draft_model":
         if not isinstance(given.get("model"), str) or not given["model"]:

@@ -1,20 +1,16 @@
 """Python runs this file when a process begins whose parent has this engine as `vllm`: PYTHONPATH has its folder."""
 
 import sys
-from importlib.machinery import PathFinder
-from importlib.util import module_from_spec
+from importlib import machinery, util
 from pathlib import Path
 
-FOLDER = Path(__file__).parent
-PLACES = {
-    "nanovllm": [str(FOLDER.parents[3])],  # the parent's, which need not lie in this process's path
-    "sitecustomize": [place for place in sys.path if place != str(FOLDER)],  # the one that this file hides, if any
-}
-for name, places in PLACES.items():
-    if (spec := PathFinder.find_spec(name, places)) and spec.loader:
-        sys.modules[name] = module_from_spec(spec)
+sys.path.remove(str(Path(__file__).parent))
+# The parent's nanovllm, which need not lie in this process's path; and the sitecustomize that this file hides, if any.
+for name, path in {"nanovllm": [str(Path(__file__).parents[4])], "sitecustomize": sys.path}.items():
+    if (spec := machinery.PathFinder.find_spec(name, path)) and spec.loader:
+        sys.modules[name] = util.module_from_spec(spec)
         spec.loader.exec_module(sys.modules[name])
 
-from nanovllm.apps.standin.finders import put_finder  # noqa: E402
+from nanovllm.apps.standin.finders import FINDER  # noqa: E402
 
-put_finder()
+sys.meta_path.insert(0, FINDER)
