@@ -68,11 +68,18 @@ def run() -> NoReturn:
     to take torch and transformers to pieces lasts up to seconds on a busy machine. It is also left out in the process
     that works on Ray, whose clean-up might crash and so hide the status.
     """
+    _open_closed_streams()
     is_child = ray_guard.enter_child()
     arguments = sys.argv[1:]
     on_ray = any(argument.split("=")[0] == "--ray" for argument in arguments)
     needs_guard = arguments[:1] == ["run-batch"] and on_ray and not {"-h", "--help"} & {*arguments}
-    status = ray_guard.run_in_child(arguments) if needs_guard and not is_child else main()
+    try:
+        status = ray_guard.run_in_child(arguments) if needs_guard and not is_child else main()
+        sys.stdout.flush()
+    except OSError as error:
+        if arguments[:1] == ["run"] or error.filename is not None:  # a script's own error, or another file's
+            raise
+        status = _give_up_output(error)
     if is_child or status in (Status.INTERRUPTED, Status.TERMINATED):
         logging.shutdown()
         for stream in (sys.stdout, sys.stderr):
@@ -80,6 +87,29 @@ def run() -> NoReturn:
                 stream.flush()
         os._exit(status + ray_guard.REPORTED if is_child else status)
     sys.exit(status)
+
+
+def _open_closed_streams() -> None:
+    """Put something in the place of standard streams that are closed, or the next file that is opened would be one.
+
+    A closed input becomes an empty one. A closed output becomes one that cannot be written, so that no answer is lost
+    without a word.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_WRONLY if name == "stderr" else os.O_RDONLY)  # takes the lowest free number
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, "r" if name == "stdin" else "w", closefd=False))  # noqa: SIM115
+
+
+def _give_up_output(error: OSError) -> Status:
+    """Say why standard output cannot be written, unless its reader has gone, and return the status."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is left in the buffer goes there
+    if not isinstance(error, BrokenPipeError):
+        logging.getLogger(__name__).error("standard output cannot be written: %s", error.strerror or error)
+    return Status.OUTPUT_FAILED
 
 
 def _set_up_logging() -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanovllm.models.config_keys import check_keys
 from nanovllm.models.config_sizes import check_limits, check_sizes
-from nanovllm.utils.checks import quote, refuse
+from nanovllm.utils.checks import as_number, quote, refuse
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -98,7 +98,17 @@ DTYPES = {
 }
 """{a spelling of a dtype in files: its name}. "torch." may stand before each spelling."""
 
-ROPE_TYPES = ("default", "linear", "yarn", "llama3")
+ROPE_OPTIONAL = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+"""Values of yarn that may be left out, or null."""
+ROPE_TYPES: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "yarn": ("factor", "original_max_position_embeddings", *ROPE_OPTIONAL),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
+"""The rope types, each with the numbers that transformers reads for it, beside rope_theta."""
+ROPE_LEAST = {"rope_theta": 1, "mscale": -1, "mscale_all_dim": -1}
+"""Numbers must be above these, and the others above 0. The logarithm of rope_theta divides; an mscale may be 0."""
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -244,15 +254,29 @@ def _check(config: "PretrainedConfig", source: str) -> None:
         fail("mlp_bias is true; biases in the MLP are not supported")
     rope = config.rope_parameters or {}
     rope_type = rope.get("rope_type", "default")
-    if rope_type not in ROPE_TYPES:
+    if rope_type not in tuple(ROPE_TYPES):  # it may have any type
         fail(f"rope type is {quote(rope_type)}; supported are {', '.join(ROPE_TYPES)}")
+    _check_rope(rope, source)
+    if not config.rms_norm_eps > 0:  # so NaN fails, too
+        fail(f"rms_norm_eps is {quote(config.rms_norm_eps)}; it must be above 0")
+    check_sizes(config, source)
+
+
+def _check_rope(rope: dict[str, Any], source: str) -> None:
+    """Raise a ValueError if angles cannot be computed with a value of the rope parameters.
+
+    transformers computes with whatever stands there. Values of other rope types are not read.
+    """
+    rope_type = rope.get("rope_type", "default")
     for name, value in rope.items():
         if isinstance(value, float) and not math.isfinite(value):
-            fail(f"{name} of the rope parameters is {value}; it must be finite")
-    for name, number in (("rms_norm_eps", config.rms_norm_eps), ("rope_theta", rope.get("rope_theta", 1.0))):
-        if not number > 0:  # so NaN fails, too
-            fail(f"{name} is {quote(number)}; it must be above 0")
-    check_sizes(config, source)
+            raise ValueError(f"{source}: {name} of the rope parameters is {value}; it must be finite")
+    for name in (*ROPE_TYPES[rope_type], "partial_rotary_factor", "rope_theta"):
+        if name not in rope or (rope[name] is None and name in ROPE_OPTIONAL):
+            continue
+        least = ROPE_LEAST.get(name, 0)
+        if not as_number(rope[name], f"{source}: {name} of the rope parameters") > least:
+            raise ValueError(f"{source}: {name} is {quote(rope[name])}; it must be above {least}")
 
 
 def check_dense(config: "PretrainedConfig", source: str) -> None:

@@ -179,3 +179,49 @@ cli.run()
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (status, printed, "")
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize(
+    ("redirection", "message"),
+    [
+        ("> /dev/full", "ERROR standard output cannot be written: No space left on device\n"),
+        (">&-", "ERROR standard output cannot be written: Bad file descriptor\n"),
+        ("| true", ""),
+    ],
+    ids=["full", "closed", "its reader has gone"],
+)
+def test_an_answer_that_cannot_be_written_is_status_3_and_no_traceback(
+    redirection: str, message: str, unbuffered: str
+) -> None:
+    command = f"sleep 0.2; {sys.executable} -m nanovllm estimate qwen3-8b --gpu-memory 80GB"
+    script = f"({command}) {redirection}; exit ${{PIPESTATUS[0]}}"
+    environment = os.environ | {"PYTHONUNBUFFERED": unbuffered}
+    done = subprocess.run(["bash", "-c", script], env=environment, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (Status.OUTPUT_FAILED, message)
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_no_file_that_a_command_opens_takes_the_place_of_a_closed_stream(closed: str) -> None:
+    """A library that prints would write into it."""
+    code = (
+        "import os, sys\n"
+        "from nanovllm.apps import cli\n"
+        "def main():\n"
+        "    assert os.open(os.devnull, os.O_RDONLY) > 2\n"
+        "    assert sys.stdin.read() == ''\n"
+        "    sys.stderr.write('heard')\n"
+        "    return 7\n"
+        "cli.main = main\n"
+        "cli.run()\n"
+    )
+    command = ["bash", "-c", f'"$0" -c "$1" {closed}', sys.executable, code]
+    assert subprocess.run(command, stdin=subprocess.DEVNULL).returncode == 7
+
+
+def test_an_os_error_of_a_users_script_is_the_users(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("raise BrokenPipeError(32, 'mine')\n")
+    command = [sys.executable, "-m", "nanovllm", "run", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1 and "BrokenPipeError: [Errno 32] mine" in done.stderr

@@ -1,5 +1,6 @@
 """A merged LoRA adapter gives the tokens of PEFT's merge_and_unload."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ from transformers import LlamaForCausalLM, PreTrainedModel, Qwen2ForCausalLM, Qw
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.apps.jobs.provenance import read_provenance
+from nanovllm.features.adapters.lora import Adapter
 
-pytest.importorskip("peft")
+peft = pytest.importorskip("peft")
 
 OPTIONS: dict[str, Any] = {
     "dtype": "float32",
@@ -127,14 +129,17 @@ def test_an_adapter_is_part_of_a_job_s_provenance(random_model: Path, tmp_path: 
 
 
 CONFIG_FAULTS = {
-    "DoRA": ({"use_dora": True}, "use_dora is not supported"),
+    "DoRA": ({"use_dora": True}, "'use_dora' is not supported"),
     "bias": ({"bias": "all"}, "bias is 'all'"),
-    "saved modules": ({"modules_to_save": ["lm_head"]}, "modules_to_save is not supported"),
-    "rank pattern": ({"rank_pattern": {"q_proj": 2}}, "rank_pattern is not supported"),
-    "alpha pattern": ({"alpha_pattern": {"q_proj": 2}}, "alpha_pattern is not supported"),
-    "fan in": ({"fan_in_fan_out": True}, "fan_in_fan_out is not supported"),
+    "saved modules": ({"modules_to_save": ["lm_head"]}, "'modules_to_save' is not supported"),
+    "rank pattern": ({"rank_pattern": {"q_proj": 2}}, "'rank_pattern' is not supported"),
+    "alpha pattern": ({"alpha_pattern": {"q_proj": 2}}, "'alpha_pattern' is not supported"),
+    "fan in": ({"fan_in_fan_out": True}, "'fan_in_fan_out' is not supported"),
     "another method": ({"peft_type": "IA3"}, "peft_type is 'IA3'; only LORA"),
     "a changed base": ({"init_lora_weights": "pissa_niter_4"}, "which changes the model's own weights"),
+    "LoRA-GA": ({"init_lora_weights": "lora_ga"}, "which changes the model's own weights"),
+    "repeated layers": ({"layer_replication": [[0, 1], [0, 1]]}, "'layer_replication' is not supported"),
+    "a key of another program": ({"scale_by_layer": 2}, "'scale_by_layer' is not supported"),
     "no rank": ({"r": "four"}, "r is 'four'"),
     "another rank": ({"r": 5}, r"and r=5; the checkpoint's matrix is \["),
     "endless alpha": ({"lora_alpha": 1e999}, "lora_alpha is inf"),
@@ -164,6 +169,37 @@ def test_what_cannot_be_merged_is_refused_by_name(
     edit_json(copy_adapter(adapter, tmp_path) / "adapter_config.json", **changes)
     with pytest.raises(ValueError, match=message):
         LLM(random_model, **OPTIONS, lora=str(tmp_path))
+
+
+@pytest.mark.parametrize("start", ["gaussian", "orthogonal", "mica", "olora", "pissa", "pissa_niter_2"])
+def test_an_initialisation_is_refused_if_and_only_if_peft_changes_the_models_weights_with_it(
+    start: str, random_model: Path, tmp_path: Path
+) -> None:
+    model = Qwen3ForCausalLM.from_pretrained(random_model)
+    name = "model.layers.0.self_attn.q_proj.weight"
+    before = model.get_parameter(name).clone()
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=LINEAR, init_lora_weights=start))
+    adapted.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert config["init_lora_weights"] == start
+    after = adapted.base_model.model.get_parameter(name.replace(".weight", ".base_layer.weight"))
+    if torch.equal(before, after):
+        Adapter(str(tmp_path))
+    else:
+        with pytest.raises(ValueError, match="which changes the model's own weights"):
+            Adapter(str(tmp_path))
+
+
+@pytest.mark.parametrize("value", [None, False, 0, [], {}, ""])
+def test_a_key_that_is_not_known_is_refused_unless_its_value_asks_for_nothing(
+    value: Any, adapter: Path, tmp_path: Path
+) -> None:
+    config = copy_adapter(adapter, tmp_path) / "adapter_config.json"
+    edit_json(config, strange=value)
+    Adapter(str(tmp_path))
+    edit_json(config, strange=[value])
+    with pytest.raises(ValueError, match="'strange' is not supported"):
+        Adapter(str(tmp_path))
 
 
 def test_wrong_tensors_are_refused_by_name(random_model: Path, adapter: Path, tmp_path: Path) -> None:

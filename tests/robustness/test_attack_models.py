@@ -22,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from transformers import Qwen3MoeForCausalLM
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.models.model_config import load_model_config
 
 OPTIONS: dict[str, Any] = {"dtype": "float32", "max_model_len": 64, "kvcache_memory_bytes": 8 << 20}
 
@@ -240,6 +241,36 @@ def test_numbers_that_no_computer_holds_are_refused_or_harmless(
     for change in changes:
         (folder / "config.json").write_text(json.dumps({**BOX_CONFIG, **change}))
         assert ask_to_load(victim, folder) in ("ok", "refused"), change
+
+
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+YARN = {"factor": 4.0, "original_max_position_embeddings": 64}
+ROPES: dict[str, dict[str, Any]] = {"default": {}, "linear": {"factor": 2.0}, "yarn": YARN, "llama3": LLAMA3}
+MAY_BE_NULL = {"attention_factor": 1.2, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 0.5}
+WRONG_NUMBERS: list[Any] = ["4.0", True, [2.0], {"a": 1}, None, -2, 0]
+
+
+@pytest.mark.parametrize("kind", ROPES)
+def test_a_wrong_value_of_the_rotation_is_refused(kind: str) -> None:
+    """Its values are numbers above 0. An mscale of 0 is none, and yarn's further ones may be null."""
+    right = {"rope_type": kind, "rope_theta": 10000.0, **ROPES[kind]}
+    further = MAY_BE_NULL if kind == "yarn" else {}
+    read_rope(right | further)
+    read_rope(right | dict.fromkeys(further))
+    for name in (*right, *further):
+        if name == "rope_type":
+            continue
+        for value in WRONG_NUMBERS:
+            may_be_null = name in further and value is None
+            may_be_zero = "mscale" in name and value == 0
+            if may_be_null or may_be_zero:
+                continue
+            with pytest.raises(ValueError, match=r"config\.json"):
+                read_rope(right | {name: value})
+
+
+def read_rope(rope: dict[str, Any]) -> None:
+    load_model_config(BOX_CONFIG | {"rope_parameters": rope}, "config.json")
 
 
 @pytest.mark.parametrize(

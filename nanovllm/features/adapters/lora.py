@@ -22,13 +22,18 @@ from nanovllm.utils.digests import ADAPTER, find_lacking
 CONFIG, WEIGHTS = ADAPTER
 PREFIX = "base_model.model."
 COPIED = ("model.embed_tokens.weight", "lm_head.weight")
-REFUSED = (
-    *("use_dora", "fan_in_fan_out", "modules_to_save", "rank_pattern", "alpha_pattern", "target_parameters"),
-    *("lora_bias", "trainable_token_indices", "alora_invocation_tokens"),
+READ = ("peft_type", "r", "lora_alpha", "use_rslora", "bias", "init_lora_weights")
+"""Keys of adapter_config.json that are read here."""
+HARMLESS = (
+    *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"),
+    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "lora_dropout"),
+    *("megatron_config", "megatron_core", "runtime_config", "ensure_weight_tying", "qalora_group_size"),
+    *("loftq_config", "eva_config", "corda_config", "lora_ga_config", "velora_config"),
 )
-"""Keys of adapter_config.json whose features cannot be merged here."""
-CHANGED_BASES = ("pissa", "olora", "corda", "loftq")
-"""Initialisations that change the model's own weights, so that the adapter fits no published checkpoint."""
+"""Keys that say how an adapter was trained, or what its tensors say as well. Any other key with a value is refused."""
+SAME_BASES = ("gaussian", "eva", "orthogonal", "mica")
+"""Initialisations that leave the model's own weights as they are. After others an adapter fits no published checkpoint.
+"""
 
 
 class Adapter:
@@ -128,14 +133,17 @@ def _read_config(path: Path) -> tuple[int, float]:
     config = read_json(path)
     if config.get("peft_type") != "LORA":
         raise ValueError(f"{path}: peft_type is {quote(config.get('peft_type'))}; only LORA can be merged")
-    for key in REFUSED:
-        if config.get(key):
-            raise ValueError(f"{path}: {key} is not supported; merge the adapter with PEFT's merge_and_unload")
+    for key, value in config.items():
+        if value and key not in READ and key not in HARMLESS:
+            raise ValueError(f"{path}: {quote(key)} is not supported; merge the adapter with PEFT's merge_and_unload")
     if config.get("bias", "none") != "none":
         raise ValueError(f"{path}: bias is {quote(config['bias'])}; only adapters without biases are supported")
     start = config.get("init_lora_weights")
-    if isinstance(start, str) and start.lower().startswith(CHANGED_BASES):
-        raise ValueError(f"{path}: init_lora_weights is {quote(start)}, which changes the model's own weights, too")
+    if isinstance(start, str) and start.lower() not in SAME_BASES:
+        raise ValueError(
+            f"{path}: init_lora_weights is {quote(start)}, which changes the model's own weights, too: only those of "
+            f"{', '.join(SAME_BASES)} stay as they are"
+        )
     rank = as_integer(config.get("r"), f"{path}: r", 1)
     alpha = as_number(config.get("lora_alpha"), f"{path}: lora_alpha")
     if not math.isfinite(alpha):
