@@ -249,8 +249,8 @@ def run_engine(command: list[str], log: Path | None, run_seconds: float | None) 
     """Run a command and return the JSON document in its last line (bench.py's own has its result inside).
 
     Args:
-        log: the file that keeps the output of a run that fails; the document then says so. None: such a run raises a
-            RuntimeError.
+        log: the file that keeps the output of a run that fails, or takes too long; the document then says so. None:
+            such a run raises a RuntimeError.
     """
     process = subprocess.Popen(
         command,
@@ -259,12 +259,16 @@ def run_engine(command: list[str], log: Path | None, run_seconds: float | None) 
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        errors="replace",  # a process that is ended may end within a character
         start_new_session=True,
     )
     try:
         out, errors = process.communicate(timeout=run_seconds if log else None)
     except subprocess.TimeoutExpired:
-        return {"cannot_run": f"it had not ended after {run_seconds:g} seconds, start included (--run-seconds)"}
+        _end(process)
+        _keep(log, _read_rest(process))
+        late = f"it had not ended after {run_seconds:g} seconds, start included (--run-seconds)"
+        return {"cannot_run": f"{late}, with all it said in {log}"}
     finally:
         _end(process)
     lines = [line for line in out.splitlines() if line.startswith("{")]
@@ -275,10 +279,25 @@ def run_engine(command: list[str], log: Path | None, run_seconds: float | None) 
         return result
     if log is None:
         raise RuntimeError(f"{' '.join(command)} failed:\n{(out + errors)[-4000:]}")
-    log.parent.mkdir(parents=True, exist_ok=True)
-    log.write_text(out + errors)
+    _keep(log, out + errors)
     last = next((line.strip() for line in reversed(errors.splitlines()) if line.strip()), f"exit {process.returncode}")
     return {"cannot_run": f"it failed, with all it said in {log}: {last}"}
+
+
+def _keep(log: Path | None, output: str) -> None:
+    """Write what a rival said to its file. Our own runs, which raise errors, have none."""
+    assert log is not None
+    log.parent.mkdir(parents=True, exist_ok=True)
+    log.write_text(output)
+
+
+def _read_rest(process: subprocess.Popen[str]) -> str:
+    """Return what a process that was ended had said. A process that it started in a session of its own may still run
+    and hold the pipes open, so this does not wait for long."""
+    try:
+        return "".join(process.communicate(timeout=10))
+    except subprocess.TimeoutExpired:
+        return "one of its processes runs on, so what it said cannot be read\n"
 
 
 def _end(process: subprocess.Popen[str]) -> None:

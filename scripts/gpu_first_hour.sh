@@ -1,17 +1,21 @@
 #!/usr/bin/env bash
-# What to run first on a GPU, in calls of under ten minutes each:
-#     scripts/gpu_first_hour.sh 1    does it work
-#     scripts/gpu_first_hour.sh 2    where does the time go
-#     scripts/gpu_first_hour.sh 3    which configuration is fastest
-#     scripts/gpu_first_hour.sh 4    beside nano-vLLM, and with flash-attn: NANO_VLLM_PYTHON is an interpreter that has both
-#     scripts/gpu_first_hour.sh 5    beside vLLM: VLLM_PYTHON is an interpreter that has it
-#     scripts/gpu_first_hour.sh 6    what an item of decode attention costs; weights and caches in one byte
-#     scripts/gpu_first_hour.sh 7    products of few rows: our own kernel beside cuBLAS
-#     scripts/gpu_first_hour.sh 8    products by each form of quantised weights; FP8 in its byte
+# What to run on a GPU, in calls of under ten minutes each, with what says most first. Calls 1 to 3 take 12.5 minutes at
+# most: who has a card for a quarter of an hour runs them alone, one right after another.
+#     scripts/gpu_first_hour.sh 1    beside nano-vLLM, and with flash-attn: NANO_VLLM_PYTHON is an interpreter that has both
+#                                    (with pytest, too, it runs the tests of flash-attn)
+#     scripts/gpu_first_hour.sh 2    beside vLLM: VLLM_PYTHON is an interpreter that has it
+#     scripts/gpu_first_hour.sh 3    are the kernels right; the int8 cache; an item of attention; products by shape
+#     scripts/gpu_first_hour.sh 4    does all else work
+#     scripts/gpu_first_hour.sh 5    where does the time go
+#     scripts/gpu_first_hour.sh 6    which configuration is fastest
+#     scripts/gpu_first_hour.sh 7    weights and caches in one byte
+#     scripts/gpu_first_hour.sh 8    products of few rows: our own kernel beside cuBLAS
+#     scripts/gpu_first_hour.sh 9    products by each form of quantised weights; FP8 in its byte
 #     scripts/gpu_first_hour.sh pack nothing but the packing of compiled kernels
-# Each call writes one log to $OUT (default: gpu-first-hour); docs/benchmarks.md wants the figures in it. All compiled
-# kernels are packed into one file beside the logs, triton-cache.tgz. A machine may keep nothing from call to call, and
-# bring back few files. Then give that file to the next call: scripts/gpu_first_hour.sh 2 triton-cache.tgz
+# A call first says how long it takes at most. It writes one log, call-N.log, to $OUT (default: gpu-first-hour);
+# docs/benchmarks.md wants the figures in it. All compiled kernels are packed into one file beside the logs,
+# triton-cache.tgz. A machine may keep nothing from call to call, and bring back few files. Then give that file to the
+# next call: scripts/gpu_first_hour.sh 2 triton-cache.tgz
 # What says most comes first, and the limits of a call's steps add up to its time: so each step has its time.
 set -uo pipefail
 archive=${2:+$(realpath -m "$2")}
@@ -55,12 +59,43 @@ step() {
   pack  # after each step: the call may be cut off
 }
 
+# What a rival said that failed, or was too slow, is in a file that a machine need not keep.
+keep_rival_logs() {
+  local file
+  for file in "${XDG_CACHE_HOME:-$HOME/.cache}"/nanovllm/bench/*.log; do
+    [ ! -f "$file" ] || { printf '\n=== the end of %s\n' "$file"; tail -c 20000 "$file"; } >> "$log"
+  done
+}
+
 if [ -n "$archive" ]; then
   unpack "$archive" || { echo "gpu_first_hour.sh: cannot unpack $archive" >&2; exit 2; }
 fi
 
+limits=$(sed -n "/^  ${1:-none})\$/,/;;/s/^ *step [^ ]* \([0-9]*\) .*/\1/p" "$0" | paste -sd+)
+if [ -n "$limits" ]; then
+  printf 'call %s takes %d s at most, and writes %s and %s\n' "$1" $((limits)) "$log" "$out/triton-cache.tgz"
+fi
+
 case ${1:-} in
   1)
+    rival=${NANO_VLLM_PYTHON:?an interpreter that has nano-vLLM, as scripts/rival_env.sh nano-vllm makes one}
+    step nano_vllm 200 "$python" bench.py --compare nano-vllm --nano-vllm-python "$rival" --repeat 2 --run-seconds 110
+    keep_rival_logs
+    step bench_flash_attn 35 "$rival" bench.py --attention-backend flash_attn
+    step flash_attn 45 "$rival" "${tests[@]:1}" -n 12 tests/gpu/test_gpu_kernels.py -k flash_attn
+    ;;
+  2)
+    rival=${VLLM_PYTHON:?an interpreter that has vLLM, as scripts/rival_env.sh vllm makes one}
+    step vllm 320 "$python" bench.py --compare vllm --vllm-python "$rival" --repeat 2 --run-seconds 190
+    keep_rival_logs
+    ;;
+  3)
+    step kernels 65 "${tests[@]}" -n 12 tests/gpu/test_gpu_kernels.py
+    step bench_int8_kv 35 "$python" bench.py --kv-cache-dtype int8
+    step items 25 "$python" benchmarks/bench_kernels.py --backends triton --batches 256 --contexts 256 1024 4096
+    step products 25 "$python" scripts/gpu_profile.py --eager
+    ;;
+  4)
     step versions 25 "$python" -c 'import torch, triton; print(torch.__version__, triton.__version__, torch.cuda.get_device_name())'
     # Triton compiles its launchers with them.
     step compiler 10 "$python" -c 'import os, shutil, sysconfig; print(os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang") or exit("no C compiler is found"), open(sysconfig.get_path("include") + "/Python.h").name)'
@@ -70,47 +105,33 @@ case ${1:-} in
     # Their engines say how large their caches are, so several fit the device. Others count free memory, and run alone.
     step features 100 "${tests[@]}" -n 4 tests/gpu/test_gpu_features.py -k "not default_memory and not stages"
     step engine 115 "${tests[@]}" tests/gpu/test_gpu_engine.py -k "not graph_equals and not waits_for"
-    step kernels 90 "${tests[@]}" -n 12 tests/gpu/test_gpu_kernels.py
     step stages 65 "${tests[@]}" tests/gpu/test_gpu_features.py -k stages
     ;;
-  2)
-    step bench_int8_kv 60 "$python" bench.py --kv-cache-dtype int8
+  5)
     step bench_fp8_kv 60 "$python" bench.py --kv-cache-dtype fp8
     step steps 60 "$python" scripts/gpu_steps.py
     step bench_8b 90 "$python" bench.py --model qwen3-8b
+    step small_steps 50 "$python" bench.py --max-num-batched-tokens 4096
     step profile 50 "$python" scripts/gpu_profile.py
     step no_pdl 40 "$python" scripts/gpu_profile.py --no-pdl
-    step products 40 "$python" scripts/gpu_profile.py --eager
     step bench_kernels 100 "$python" benchmarks/bench_kernels.py --backends triton --batches 1 64 256 --contexts 1024 4096
     # torch allocates more than a tensor needs, so this finds only what lies far beyond one.
     step memcheck 70 compute-sanitizer --tool memcheck --error-exitcode 1 --target-processes all \
       "${tests[@]}" tests/gpu/test_gpu_kernels.py -k "captured_decode or (routing or products) and bfloat16"
     ;;
-  3)
+  6)
     step pairs 120 "$python" scripts/gpu_sweep.py --only pairs
     step sweep 450 "$python" scripts/gpu_sweep.py --only splits filters
     ;;
-  4)
-    rival=${NANO_VLLM_PYTHON:?an interpreter that has nano-vLLM, as scripts/rival_env.sh nano-vllm makes one}
-    step nano_vllm 300 "$python" bench.py --compare nano-vllm --nano-vllm-python "$rival" --repeat 2 --run-seconds 140
-    step flash_attn 120 "${tests[@]}" -n 12 tests/gpu/test_gpu_kernels.py -k flash_attn
-    step bench_flash_attn 60 "$python" bench.py --attention-backend flash_attn
-    ;;
-  5)
-    rival=${VLLM_PYTHON:?an interpreter that has vLLM, as scripts/rival_env.sh vllm makes one}
-    step vllm 570 "$python" bench.py --compare vllm --vllm-python "$rival" --repeat 2 --run-seconds 400
-    ;;
-  6)
-    step items 40 "$python" benchmarks/bench_kernels.py --backends triton --batches 256 --contexts 256 1024 4096
+  7)
     step items_64 30 "$python" benchmarks/bench_kernels.py --backends triton --batches 64 --contexts 4096
-    step bench_int8_kv 50 "$python" bench.py --kv-cache-dtype int8
     step bench_int8_dynamic 60 "$python" bench.py --model qwen3-8b --quantization int8-dynamic
     step moe_int8_kv 100 "$python" bench.py --model qwen3-30b-a3b --kv-cache-dtype int8
     step moe_memory 100 "$python" bench.py --model qwen3-30b-a3b --gpu-memory-utilization 0.95
     step moe_int8 90 "$python" bench.py --model qwen3-30b-a3b --quantization int8
     step bench_8b_int8 90 "$python" bench.py --model qwen3-8b --quantization int8-dynamic --kv-cache-dtype int8
     ;;
-  7)
+  8)
     step few_rows_tests 60 "${tests[@]}" tests/gpu/test_gpu_kernels.py -k few_rows
     step few_rows 90 "$python" benchmarks/bench_kernels.py --backends triton --only-products
     step torch_steps 60 "$python" scripts/gpu_steps.py
@@ -119,7 +140,7 @@ case ${1:-} in
     step own_steps_8b 80 "$python" scripts/gpu_steps.py --model qwen3-8b --own-products
     step cuts 140 "$python" scripts/gpu_sweep.py --only cuts
     ;;
-  8)
+  9)
     step products 240 "$python" scripts/gpu_products.py
     step checkpoint 120 "$python" benchmarks/random_checkpoint.py qwen3-8b "${TMPDIR:-/tmp}/fp8-8b" --format fp8
     step bench_fp8_codes 90 "$python" bench.py --model "${TMPDIR:-/tmp}/fp8-8b" --quantization fp8-codes
@@ -129,7 +150,7 @@ case ${1:-} in
     pack
     ;;
   *)
-    sed -n '2,14s/^# //p' "$0"
+    sed -n '2,20s/^# //p' "$0"
     exit 2
     ;;
 esac

@@ -4,7 +4,6 @@ If the KV cache cannot hold all prefixes that requests share, the requests with 
 batch ends sooner if its longest requests do not begin last. The order is decided before the engine gets a request.
 """
 
-from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -219,7 +218,7 @@ class Admission:
         max_tokens = longest.params.max_tokens
         max_len = longest.max_len or self._config.max_model_len
         limit = max_len if max_tokens is None else max_tokens
-        prompt = array("i", longest.prompt_token_ids).tobytes()
+        prompt = longest.prompt_token_ids.tobytes()
         self._new.append(Candidate(line, self._num_read, prompt, limit, max_len, self._find_key(line[0])))
         self._num_read += 1
         self._num_bytes += len(prompt)

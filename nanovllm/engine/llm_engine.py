@@ -169,13 +169,14 @@ class LLMEngine:
         if params.embed:
             self.facts.pooling.check(len(token_ids))
         params = params.clone()  # the caller may change the original while the request runs
-        check_request(token_ids, params, self.tokenizer is not None, self.config.vocab_size, self.config.max_model_len)
+        limits = (self.config.vocab_size, self.config.max_model_len)
+        packed = check_request(token_ids, params, self.tokenizer is not None, *limits)
         # `refused_params` has the fields of `SamplingValues` (ops/sample.py) that the backend's sampler does not read.
         for name in self.config.refused_params:
             if (value := getattr(params, name)) != getattr(SamplingParams(), name):
                 raise refuse(value, name, f'left out with attention_backend="{self.config.attention_backend}"')
         edits = self.editor.read_request(params) if params.edits_logits else None
-        return Request(token_ids, params, text, edits, self.identity)
+        return Request(packed, params, text, edits, self.identity)
 
     def add(self, request: Request) -> Sequence:
         """Queue a request: one sequence per completion. Return the first sequence, the `lead` of the others.

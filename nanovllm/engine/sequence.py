@@ -24,7 +24,8 @@ NO_ROW = -1
 class Request:
     """A tokenised and validated prompt with its sampling_params. `LLMEngine.prepare` makes it."""
 
-    prompt_token_ids: list[int]
+    prompt_token_ids: "array[int]"
+    """4 bytes each, as the sequences keep them."""
     params: SamplingParams
     prompt: str | None
     """The text that was tokenised; None if the caller gave token ids."""
@@ -53,8 +54,8 @@ def derive_seed(seed: int, key: int | str) -> int:
 
 def check_request(
     token_ids: list[int], params: SamplingParams, has_tokenizer: bool, vocab_size: int, max_model_len: int
-) -> None:
-    """Raise a ValueError if the engine cannot run a prompt with these params.
+) -> "array[int]":
+    """Return the prompt's token ids, packed. Raise a ValueError if the engine cannot run a prompt with these params.
 
     The message says what is wrong and what is allowed.
     """
@@ -77,9 +78,15 @@ def check_request(
         )
     if (start := params.prompt_logprob_start) >= len(token_ids):
         raise ValueError(f"prompt_logprob_start is {start}; it must be below the prompt's {len(token_ids)} tokens")
-    if min(token_ids) < 0 or max(token_ids) >= vocab_size:
+    try:
+        packed = array("i", token_ids)
+        greatest = int(np.frombuffer(packed, np.uint32).max())  # without its sign, a negative id is a large number
+    except OverflowError:  # an id has more than 32 bits
+        greatest = vocab_size
+    if greatest >= vocab_size:
         bad_id = next(i for i in token_ids if not 0 <= i < vocab_size)
         raise ValueError(f"the prompt has token id {bad_id}; the vocabulary is 0..{vocab_size - 1}")
+    return packed
 
 
 @dataclass
@@ -140,7 +147,7 @@ class Sequence:
         """The text that was tokenised; None if the caller gave token ids."""
         self.params = params
         self.seed = seed
-        self.token_ids = array("i", prompt_token_ids)
+        self.token_ids = array("i", prompt_token_ids)  # a copy, even of an array
         """The prompt, and the output that the host has read. A token of a step in flight is not here yet."""
         self.num_prompt_tokens = len(self.token_ids)
         max_tokens = max_model_len if params.max_tokens is None else params.max_tokens

@@ -56,6 +56,8 @@ BAD_PROMPTS: dict[str, tuple[Any, str]] = {
     "a prompt beyond max_model_len": ([[1] * 99], "99 tokens.*max_model_len=32"),
     "an id at the vocabulary's end": ([[1, 500]], r"token id 500.*0\.\.499"),
     "an id of 64 bits": ([[1, 2**40]], r"token id 1099511627776.*0\.\.499"),
+    "an id whose lowest 32 bits are a good one": ([[1, 2**32 + 3]], r"token id 4294967299.*0\.\.499"),
+    "an id of 32 bits without a sign": ([[1, 2**31]], r"token id 2147483648.*0\.\.499"),
     "a negative id": ([[3, -1]], r"token id -1.*0\.\.499"),
     "a float id": ([[1, 2.0]], "2.0.*integer"),
     "a boolean id": ([[1, True]], "True.*integer"),

@@ -76,7 +76,7 @@ def test_what_cannot_run_is_one_sentence_and_the_others_go_on(
             "raises": "raise KeyError('weights')",
             "falls silent": "import os; os._exit(3)",
             "is short": answer(1.0, num_tokens=6),
-            "hangs": "import time; time.sleep(600)",
+            "hangs": "import time; print('still loading', flush=True); time.sleep(600)",
             "runs": answer(2.0, note="weights Q8_0"),
         },
         "--repeat",
@@ -91,9 +91,11 @@ def test_what_cannot_run_is_one_sentence_and_the_others_go_on(
         "raises": f"it failed, with all it said in {log}: KeyError: 'weights'",
         "falls silent": f"it failed, with all it said in {log.with_name('falls-silent.log')}: exit 3",
         "is short": "it made 6 of 7 tokens",
-        "hangs": "it had not ended after 4 seconds, start included (--run-seconds)",
+        "hangs": "it had not ended after 4 seconds, start included (--run-seconds), with all it said in "
+        f"{log.with_name('hangs.log')}",
     }
     assert "Traceback" in log.read_text() and "Traceback" not in out
+    assert log.with_name("hangs.log").read_text() == "still loading\n"
     assert out.count("left out") == 5  # and none of them is tried again
     assert result["ratios"] == {"nanovllm": 1.0, "runs": 2.0}
     assert next(line for line in out.splitlines() if line.startswith("runs ")).endswith("weights Q8_0")

@@ -304,7 +304,7 @@ def test_a_text_gets_the_default_prompt_and_at_most_the_tokens_that_the_folder_a
         assert text.prompt_token_ids == told.prompt_token_ids == ids.prompt_token_ids
         assert text.embedding.tolist() == told.embedding.tolist() == ids.embedding.tolist()
         assert len(text.embedding) == 9 and len(llm.embed("abc", dimensions=20)[0].embedding) == 20
-        assert llm.prepare("abc", asked).prompt_token_ids == text.prompt_token_ids
+        assert llm.prepare("abc", asked).prompt_token_ids.tolist() == text.prompt_token_ids
         assert llm.submit("abc", asked).result()["prompt_token_ids"] == text.prompt_token_ids
         assert llm.generate("abc", SamplingParams(0, 1), use_tqdm=False)[0].prompt == "abc", "no vector is wanted"
         with pytest.raises(ValueError, match=r"the prompt has 13 tokens, .* limits a text to 12 \(max_seq_length"):

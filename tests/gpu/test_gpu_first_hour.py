@@ -102,11 +102,12 @@ def test_every_step_chooses_tests_and_options_that_exist(tmp_path: Path) -> None
     cache.mkdir()
     environment = os.environ | {"OUT": str(tmp_path / "out"), "TRITON_CACHE_DIR": str(cache), "PYTHON": str(python)}
     environment["PATH"] = f"{tmp_path}:{os.environ['PATH']}"
-    environment |= {"NANO_VLLM_PYTHON": sys.executable, "VLLM_PYTHON": sys.executable}
+    environment |= {"NANO_VLLM_PYTHON": str(python), "VLLM_PYTHON": str(python)}
     names = []
-    for number in "12345678":
+    for number in "123456789":
         result = subprocess.run(["bash", SCRIPT, number], env=environment, capture_output=True, text=True, check=False)
         assert result.returncode == 0 and "failed" not in result.stdout, result
+        assert f"writes {tmp_path}/out/call-{number}.log" in result.stdout.splitlines()[0]
         assert {path.name for path in (tmp_path / "out").iterdir()} == {f"call-{number}.log", "triton-cache.tgz"}
         names += re.findall(r"^=== (\S+):", (tmp_path / "out" / f"call-{number}.log").read_text(), re.MULTILINE)
         (tmp_path / "out" / f"call-{number}.log").unlink()
@@ -136,9 +137,24 @@ def test_every_step_chooses_tests_and_options_that_exist(tmp_path: Path) -> None
 
 
 def test_a_step_that_takes_its_whole_time_takes_none_from_the_next() -> None:
-    for call in SCRIPT.read_text().split(";;")[:8]:
-        limits = re.findall(r"^ +step \S+ (\d+) ", call, re.MULTILINE)
-        assert limits and sum(map(int, limits)) <= 570
+    calls = SCRIPT.read_text().partition("\ncase ")[2].split(";;")[:9]
+    limits = [sum(map(int, re.findall(r"^ +step \S+ (\d+) ", call, re.MULTILINE))) for call in calls]
+    assert min(limits) > 0 and max(limits) <= 570
+    assert sum(limits[:3]) <= 750, "a quarter of an hour has room for them, and for the start of a machine"
+
+
+def test_what_a_rival_said_is_in_the_log_of_the_call(tmp_path: Path) -> None:
+    """Its own file is in a folder that a machine need not bring back."""
+    python = tmp_path / "python"
+    python.write_text("#!/usr/bin/env bash\n")
+    python.chmod(0o755)
+    said = tmp_path / "cache" / "nanovllm" / "bench" / "vllm.log"
+    said.parent.mkdir(parents=True)
+    said.write_text("no kernel image is available\n")
+    environment = os.environ | {"OUT": str(tmp_path / "out"), "TRITON_CACHE_DIR": str(tmp_path / "triton")}
+    environment |= {"PYTHON": str(python), "VLLM_PYTHON": str(python), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    subprocess.run(["bash", SCRIPT, "2"], env=environment, capture_output=True, check=True)
+    assert "no kernel image is available" in (tmp_path / "out" / "call-2.log").read_text()
 
 
 @pytest.mark.slow
@@ -151,9 +167,9 @@ def test_a_step_whose_time_is_over_is_interrupted(tmp_path: Path) -> None:
     script.parent.mkdir()
     script.write_text(re.sub(r"step sweep \d+", "step sweep 6", SCRIPT.read_text()))
     environment = os.environ | {"OUT": str(tmp_path / "out"), "TRITON_CACHE_DIR": str(tmp_path), "PYTHON": str(python)}
-    result = subprocess.run(["bash", script, "3"], env=environment, capture_output=True, text=True, check=False)
+    result = subprocess.run(["bash", script, "6"], env=environment, capture_output=True, text=True, check=False)
     assert result.returncode == 1 and "failed: sweep" in result.stdout
-    assert "interrupted" in (tmp_path / "out" / "call-3.log").read_text()
+    assert "interrupted" in (tmp_path / "out" / "call-6.log").read_text()
 
 
 def read_tests(name: str) -> set[str]:

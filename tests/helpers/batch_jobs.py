@@ -2,6 +2,7 @@
 
 import json
 import random
+from array import array
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -89,7 +90,7 @@ class InstantLLM:
         token_ids = [ord(c) for c in prompt] if isinstance(prompt, str) else prompt
         if not 0 < len(token_ids) < self.max_model_len:
             raise ValueError(f"the prompt has {len(token_ids)} tokens")
-        return Request(token_ids, params, None, None, self.engine)
+        return Request(array("i", token_ids), params, None, None, self.engine)
 
     def render_chat(self, messages: list[dict[str, str]], kwargs: dict[str, Any] | None) -> str:
         read = read_conversation(messages)
@@ -107,7 +108,7 @@ class InstantLLM:
         num_answers = 0
         while True:
             while len(window) < 8 and (item := next(incoming, None)) is not None:
-                self.requests.append((item[1].prompt_token_ids, item[1].params))
+                self.requests.append((item[1].prompt_token_ids.tolist(), item[1].params))
                 window.append(item)
             if not window:
                 return
@@ -115,7 +116,7 @@ class InstantLLM:
             if num_answers == self.dies_after:
                 raise self.error or RuntimeError("the engine died")
             num_answers += 1
-            yield index, self._answer(request.prompt_token_ids, request.params)
+            yield index, self._answer(request.prompt_token_ids.tolist(), request.params)
 
     def _answer(self, token_ids: list[int], params: SamplingParams) -> dict[str, Any]:
         text = f"{len(token_ids)} tokens, seed {params.seed}"

@@ -92,7 +92,7 @@ def test_packed_input_gives_the_same_results(tmp_path: Path) -> None:
 def request_of(line: dict[str, Any]) -> Any:
     llm: Any = InstantLLM(EngineConfig("some-model", max_model_len=1000))
     request = prepare_request(read_request_line(Line(7, json.dumps(line).encode())), llm, "some-model")
-    return request.prompt_token_ids, request.params
+    return request.prompt_token_ids.tolist(), request.params
 
 
 def test_every_sampling_field_reaches_the_engine() -> None:
