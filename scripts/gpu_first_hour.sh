@@ -121,8 +121,8 @@ case ${1:-} in
     step cuts 140 "$python" scripts/gpu_sweep.py --only cuts
     ;;
   8)
-    step products 240 "$python" scripts/gpu_products.py
-    step steps_int8 50 "$python" scripts/gpu_steps.py --model qwen3-8b --quantization int8 --pairs --copies
+    step products 225 "$python" scripts/gpu_products.py
+    step steps_int8 45 "$python" scripts/gpu_steps.py --model qwen3-8b --quantization int8 --pairs --copies
     step checkpoint 120 "$python" benchmarks/random_checkpoint.py qwen3-8b "${TMPDIR:-/tmp}/fp8-8b" --format fp8
     step bench_fp8_codes 90 "$python" bench.py --model "${TMPDIR:-/tmp}/fp8-8b" --quantization fp8-codes
     step bench_fp8 90 "$python" bench.py --model "${TMPDIR:-/tmp}/fp8-8b"
