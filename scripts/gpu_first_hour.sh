@@ -120,8 +120,9 @@ case ${1:-} in
       "${tests[@]}" tests/gpu/test_gpu_kernels.py -k "captured_decode or (routing or products) and bfloat16"
     ;;
   6)
-    step pairs 120 "$python" scripts/gpu_sweep.py --only pairs
-    step sweep 450 "$python" scripts/gpu_sweep.py --only splits filters
+    step pairs 130 "$python" scripts/gpu_sweep.py --only pairs
+    step experts 60 "$python" scripts/gpu_sweep.py --only experts
+    step sweep 380 "$python" scripts/gpu_sweep.py --only splits filters
     ;;
   7)
     step items_64 30 "$python" benchmarks/bench_kernels.py --backends triton --batches 64 --contexts 4096
@@ -141,7 +142,8 @@ case ${1:-} in
     step cuts 140 "$python" scripts/gpu_sweep.py --only cuts
     ;;
   9)
-    step products 240 "$python" scripts/gpu_products.py
+    step products 225 "$python" scripts/gpu_products.py
+    step steps_int8 45 "$python" scripts/gpu_steps.py --model qwen3-8b --quantization int8 --pairs --copies
     step checkpoint 120 "$python" benchmarks/random_checkpoint.py qwen3-8b "${TMPDIR:-/tmp}/fp8-8b" --format fp8
     step bench_fp8_codes 90 "$python" bench.py --model "${TMPDIR:-/tmp}/fp8-8b" --quantization fp8-codes
     step bench_fp8 90 "$python" bench.py --model "${TMPDIR:-/tmp}/fp8-8b"

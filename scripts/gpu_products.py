@@ -22,7 +22,7 @@ from helpers.quantized_cases import make_codes, make_floats
 from torch import Tensor
 
 from benchmarks.bench_kernels import describe, microseconds, num_sets
-from nanovllm.backends.gpu.quantized import Operators, PairedTritonMatrix
+from nanovllm.backends.gpu.quantized import Operators, PairedTritonMatrix, TritonMatrix
 from nanovllm.backends.gpu.triton_backend import TritonBackend
 from nanovllm.features.quantized.codes import Codes
 
@@ -33,11 +33,21 @@ SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (24576, 4096), "dow
 exact = partial(Operators(TritonBackend()).make_matrix, rounds_inputs=False)
 rounded = partial(Operators(TritonBackend()).make_matrix, rounds_inputs=True)
 
+
+def copied(codes: Codes, dtype: torch.dtype) -> TritonMatrix:
+    """Return a matrix with a copy of 16 bits, which takes the place of dequantising in each product of many rows."""
+    matrix = TritonMatrix(codes, dtype)
+    matrix.keep_copy()
+    return matrix
+
+
 FORMS: dict[str, tuple[Callable[[tuple[int, int]], Codes], Callable[..., Any]]] = {
     "int8": (lambda shape: make_codes(shape, 8, 0, False), exact),
     "int8 in pairs": (lambda shape: make_codes(shape, 8, 0, False), PairedTritonMatrix),
+    "int8 with a copy": (lambda shape: make_codes(shape, 8, 0, False), copied),
     "int8-dynamic": (lambda shape: make_codes(shape, 8, 0, False), rounded),
     "4 bits": (lambda shape: make_codes(shape, 4, 128, True), exact),
+    "4 bits in pairs": (lambda shape: make_codes(shape, 4, 128, True), PairedTritonMatrix),
     "4 bits, int8-dynamic": (lambda shape: make_codes(shape, 4, 128, True), rounded),
     "fp8-codes, blocks": (lambda shape: make_floats(shape, 128), exact),
     "fp8-codes, rows": (lambda shape: make_floats(shape, 0), exact),

@@ -1,18 +1,21 @@
 """Times decode steps of 1 to 512 sequences after 100 prompt tokens, and says what the host does meanwhile.
 
     python scripts/gpu_steps.py [--model qwen3-0.6b] [--quantization int8] [--kv-cache-dtype int8] [--own-products]
+        [--pairs] [--copies]
 
 Random weights. 15 steps come before those that are timed. A line has the time of a step, how long the device computed,
 and what the host did. While the device computes a step, the host plans and launches the next one. Then it waits for the
 first. With --own-products, steps of at most 32 sequences multiply by our own kernel in place of cuBLAS.
+With --pairs, quantised weights have their codes in pairs; with --copies, they have copies for steps of many sequences.
 """
 
 import argparse
 import sys
 import time
 from collections import defaultdict
-from contextlib import nullcontext
+from contextlib import ExitStack
 from pathlib import Path
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -20,6 +23,7 @@ import torch
 
 from benchmarks.own_products import own_products
 from nanovllm import LLM, SamplingParams
+from nanovllm.backends.gpu import quantized
 from nanovllm.engine.plan import StepResult
 from nanovllm.engine.scheduled_step import ScheduledStep
 from nanovllm.utils.clock import Clock
@@ -77,14 +81,20 @@ def main() -> None:
     parser.add_argument("--quantization")
     parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--own-products", action="store_true")
+    parser.add_argument("--pairs", action="store_true")
+    parser.add_argument("--copies", action="store_true")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("gpu_steps.py measures a GPU, and there is no CUDA device here (torch.cuda.is_available())")
     options = vars(args).copy()
-    switch = own_products() if options.pop("own_products") else nullcontext()
+    switches = ExitStack()
+    if options.pop("own_products"):
+        switches.enter_context(own_products())
+    switches.enter_context(mock.patch.object(quantized, "TAKES_PAIRS", options.pop("pairs")))
+    switches.enter_context(mock.patch.object(quantized, "KEEPS_COPIES", options.pop("copies")))
     options |= {"load_format": "dummy", "max_num_seqs": max(NUM_SEQS)}
     recorder = Recorder()
-    with switch, LLM(**options) as llm:
+    with switches, LLM(**options) as llm:
         llm.observe(recorder)
         for num_seqs in NUM_SEQS:
             seconds = time_steps(llm, recorder, num_seqs)

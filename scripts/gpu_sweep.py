@@ -8,10 +8,11 @@ TRITON_INTERPRET=1 python scripts/gpu_sweep.py --check-only    the proof alone, 
 import argparse
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import product
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
@@ -37,9 +38,10 @@ from benchmarks.bench_kernels import (
 )
 from nanovllm.backends.gpu import few_rows, paged_decode, paired_linear, sample_filter
 from nanovllm.backends.gpu.few_rows import FewRowsMatrix
-from nanovllm.backends.gpu.quantized import PairedTritonMatrix
+from nanovllm.backends.gpu.quantized import PairedTritonExperts, PairedTritonMatrix, TritonExperts
 from nanovllm.backends.gpu.sample import sample
 from nanovllm.backends.gpu.triton_backend import TritonBackend
+from nanovllm.features.families.qwen3_moe.ops import route_reference
 from nanovllm.features.quantized.codes import Codes
 from nanovllm.ops.silu_and_mul import silu_and_mul_reference
 
@@ -62,6 +64,12 @@ FILTERS = [(4, 64, 16), (4, 32, 16), (4, 32, 8), (8, 32, 16)]
 """(marks, parts at a time, warps)."""
 PAIRED_TILES = [(16, 32, 6, 4), (16, 64, 4, 4), (64, 64, 3, 4), (64, 128, 3, 8), (128, 64, 3, 4), (128, 128, 3, 8)]
 """(rows, columns, stages, warps) of products with codes in pairs."""
+EXPERT_TILES = [(16, 64, 4, 4), (16, 128, 3, 4), (32, 128, 3, 8), (64, 128, 3, 8), (128, 128, 3, 8)]
+"""The same of experts with codes in pairs."""
+EXPERTS = (128, 8, 2048, 1536)
+"""Experts of Qwen3-30B-A3B, how many a token has, and the inputs and outputs of their first product."""
+FORMS = {"int8": (8, 0, False), "4 bits": (4, 128, True)}
+"""Bits, group size, whether there are zeros."""
 MATRICES = {"gate_up": (24576, 4096), "down": (4096, 12288), "qkv": (6144, 4096)}
 """(outputs, inputs) of Qwen3-8B's matrices."""
 ROWS = (1, 16, 64, 128, 192, 512)
@@ -144,26 +152,62 @@ def use_paired_tile(tile: tuple[int, int, int, int] | None) -> Iterator[None]:
         yield
 
 
-def check_pairs(on_gpu: bool) -> None:
+def check_pairs(on_gpu: bool, form: tuple[int, int, bool]) -> None:
     dtype = DTYPE if on_gpu else torch.float16
-    codes = make_codes((200, 1100), 8, 0, False)
-    x = torch.randn(70, 1100).to(codes.codes.device, dtype)
+    codes = make_codes((200, 1152), *form)
+    x = torch.randn(70, 1152).to(codes.codes.device, dtype)
     eps = torch.finfo(dtype).eps
     found = PairedTritonMatrix(codes, dtype).multiply(x, None)
     expected = x.float() @ codes.dequantize().T
     torch.testing.assert_close(found.float(), expected, rtol=2 * eps, atol=1e-2)
 
 
-def time_pairs(shape: tuple[int, int], num_rows: int) -> float:
+def draw_codes(shape: tuple[int, ...], form: tuple[int, int, bool]) -> Codes:
+    """Return random codes on the GPU."""
+    bits, group_size, has_zeros = form
+    *leading, in_size = shape
+    group_size = group_size or in_size
+    codes = torch.randint(0, 256, (*leading, in_size * bits // 8), dtype=torch.uint8, device="cuda")
+    scales = torch.rand(*leading, in_size // group_size, device="cuda")
+    zeros = torch.full(scales.shape, 7, dtype=torch.int16, device="cuda") if has_zeros else None
+    return Codes(bits, codes.view(torch.int8) if bits == 8 else codes, scales, zeros, group_size)
+
+
+def time_pairs(form: tuple[int, int, bool], shape: tuple[int, int], num_rows: int) -> float:
     """Return the microseconds of one product by a matrix that is in no cache."""
     out_size, in_size = shape
     x = randn(num_rows, in_size)
-    scales = torch.rand(out_size, 1, device="cuda")
-    sets = [
-        torch.randint(-127, 128, shape, dtype=torch.int8, device="cuda") for _ in range(num_sets(out_size * in_size))
-    ]
-    matrices = [PairedTritonMatrix(Codes(8, codes, scales, None, in_size), DTYPE) for codes in sets]
+    count = num_sets(out_size * in_size * form[0] // 8)
+    matrices = [PairedTritonMatrix(draw_codes(shape, form), DTYPE) for _ in range(count)]
     return microseconds([lambda matrix=matrix: matrix.multiply(x, None) for matrix in matrices])
+
+
+@contextmanager
+def use_expert_tile(tile: tuple[int, int, int, int] | None) -> Iterator[None]:
+    """Take one tile for any number of tokens. None takes the usual ones."""
+    tiles = paired_linear.GROUPED_TILES if tile is None else ((max(ROWS), *tile),)
+    with mock.patch.object(paired_linear, "GROUPED_TILES", tiles):
+        yield
+
+
+def check_experts(on_gpu: bool, form: tuple[int, int, bool]) -> None:
+    """Compare with the form that goes code by code."""
+    codes = make_codes((3, 70, 256), *form)
+    x = torch.randn(40, 256).to(codes.codes.device, DTYPE if on_gpu else torch.float16)
+    slots = torch.arange(40, device=x.device)
+    routing = route_reference(torch.randn(40, 3).to(x.device), 2, True, slots)
+    found = PairedTritonExperts(codes).multiply(x, routing, True)
+    expected = TritonExperts(codes).multiply(x, routing, True)
+    torch.testing.assert_close(found, expected, rtol=0.02, atol=1e-2)
+
+
+def time_experts(make: Callable[[Codes], Any], form: tuple[int, int, bool], num_tokens: int) -> float:
+    """Return the microseconds of one product of all experts, whose matrices are in no cache."""
+    num_experts, k, in_size, out_size = EXPERTS
+    x = randn(num_tokens, in_size)
+    routing = route_reference(randn(num_tokens, num_experts), k, True, torch.arange(num_tokens, device="cuda"))
+    experts = [make(draw_codes((num_experts, out_size, in_size), form)) for _ in range(2)]
+    return microseconds([lambda one=one: one.multiply(x, routing, True) for one in experts])
 
 
 def check_split(on_gpu: bool, kv_dtype: torch.dtype) -> None:
@@ -235,16 +279,38 @@ def sweep_cuts(on_gpu: bool, bench: Bench | None) -> Iterator[dict[str, object]]
 
 def sweep_pairs(on_gpu: bool, bench: Bench | None) -> Iterator[dict[str, object]]:
     """Check each tile of products with codes in pairs. If there is a bench, yield what it takes."""
-    for tile in (None, *PAIRED_TILES):
+    for (name, form), tile in product(FORMS.items(), (None, *PAIRED_TILES)):
         with use_paired_tile(tile):
-            check_pairs(on_gpu)
+            check_pairs(on_gpu, form)
             for (matrix, shape), num_rows in product(MATRICES.items(), ROWS) if bench else ():
                 if tile is None or (tile[0] > 16) == (num_rows > 16):
-                    us = time_pairs(shape, num_rows)
-                    yield {"name": f"pairs {tile or 'as usual'}, {matrix} of 8B, {num_rows} rows", "us": round(us, 1)}
+                    us = time_pairs(form, shape, num_rows)
+                    config = tile or "as usual"
+                    yield {"name": f"pairs {name} {config}, {matrix} of 8B, {num_rows} rows", "us": round(us, 1)}
 
 
-SWEEPS = {"splits": sweep_splits, "filters": sweep_filters, "cuts": sweep_cuts, "pairs": sweep_pairs}
+def sweep_experts(on_gpu: bool, bench: Bench | None) -> Iterator[dict[str, object]]:
+    """Check each tile of experts with codes in pairs. If there is a bench, yield what it takes, and code by code."""
+    for name, form in FORMS.items():
+        for num_tokens in ROWS if bench else ():
+            us = time_experts(TritonExperts, form, num_tokens)
+            yield {"name": f"experts {name}, code by code, {num_tokens} tokens", "us": round(us, 1)}
+        for tile in (None, *EXPERT_TILES):
+            with use_expert_tile(tile):
+                check_experts(on_gpu, form)
+                for num_tokens in ROWS if bench else ():
+                    us = time_experts(PairedTritonExperts, form, num_tokens)
+                    config = tile or "as usual"
+                    yield {"name": f"experts {name}, pairs {config}, {num_tokens} tokens", "us": round(us, 1)}
+
+
+SWEEPS = {
+    "splits": sweep_splits,
+    "filters": sweep_filters,
+    "cuts": sweep_cuts,
+    "pairs": sweep_pairs,
+    "experts": sweep_experts,
+}
 
 
 def main() -> None:

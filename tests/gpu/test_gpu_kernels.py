@@ -49,7 +49,13 @@ from nanovllm.backends.gpu.few_rows import MAX_ROWS, FewRowsMatrix
 from nanovllm.backends.gpu.gate_and_mul import silu_and_mul
 from nanovllm.backends.gpu.hybrids import Operators as TritonHybridOperators
 from nanovllm.backends.gpu.norm_rope_store import norm_rope_store
-from nanovllm.backends.gpu.quantized import PairedTritonMatrix, RoundedTritonMatrix, TritonMatrix
+from nanovllm.backends.gpu.quantized import (
+    PairedTritonExperts,
+    PairedTritonMatrix,
+    RoundedTritonMatrix,
+    TritonExperts,
+    TritonMatrix,
+)
 from nanovllm.backends.gpu.quantized_linear import TILES
 from nanovllm.backends.gpu.rms_norm import add_rms_norm, rms_norm
 from nanovllm.backends.gpu.route import route
@@ -363,24 +369,49 @@ def test_products_with_codes_are_those_of_the_dequantised_matrix_eager_and_repla
 
 @pytest.mark.parametrize("num_rows", [1, 16, 17, 65, 129, 300])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_products_in_pairs_are_those_of_the_dequantised_matrix(dtype: torch.dtype, num_rows: int) -> None:
-    """All 256 codes, which assembly makes numbers of, and sums in three parts. For many rows weights are rounded."""
-    codes = make_codes((200, 1100), 8, 0, False)
-    codes.codes[0, :256] = torch.arange(-128, 128, device=CUDA)
+@pytest.mark.parametrize("form", [(8, 0, False), (8, 128, False), (4, 0, False), (4, 128, True)], ids=str)
+def test_products_in_pairs_are_those_of_the_dequantised_matrix(
+    form: tuple[int, int, bool], dtype: torch.dtype, num_rows: int
+) -> None:
+    """All codes, which assembly makes numbers of, and sums in three parts. Weights are rounded for no number of rows.
+
+    With a copy of 16 bits they are, for many rows.
+    """
+    codes = make_codes((200, 1152), *form)
+    codes.codes[0, :256] = torch.arange(256, device=CUDA).to(torch.uint8).view(codes.codes.dtype)
     matrix = PairedTritonMatrix(codes, dtype)
-    x = torch.randn(num_rows, 1100, device=CUDA).to(dtype)
+    x = torch.randn(num_rows, 1152, device=CUDA).to(dtype)
     graph = torch.cuda.CUDAGraph()
     matrix.multiply(x, None)  # compiles
     with torch.cuda.graph(graph):
         y = matrix.multiply(x, None)
-    x.copy_(torch.randn(num_rows, 1100, device=CUDA))
+    x.copy_(torch.randn(num_rows, 1152, device=CUDA))
     graph.replay()
     weight = codes.dequantize()
+    eps = torch.finfo(dtype).eps
+    for got in (matrix.multiply(x, None), y):
+        torch.testing.assert_close(got.double(), x.double() @ weight.double().T, rtol=2 * eps, atol=1e-3)
+    matrix.keep_copy()
     if num_rows > matrix.row_limits[-1]:
         weight = weight.to(dtype)
-    expected = x.double() @ weight.double().T
-    for got in (matrix.multiply(x, None), y):
-        torch.testing.assert_close(got.double(), expected, rtol=2 * torch.finfo(dtype).eps, atol=1e-3)
+    torch.testing.assert_close(
+        matrix.multiply(x, None).double(), x.double() @ weight.double().T, rtol=2 * eps, atol=1e-3
+    )
+
+
+@pytest.mark.parametrize("num_tokens", [1, 40, 300, 600])
+@pytest.mark.parametrize("form", [(8, 0, False), (8, 128, False), (4, 0, False), (4, 128, True)], ids=str)
+def test_experts_in_pairs_are_those_code_by_code(form: tuple[int, int, bool], num_tokens: int) -> None:
+    codes = make_codes((5, 200, 384), *form)
+    x = torch.randn(num_tokens, 384, device=CUDA).to(torch.bfloat16)
+    slots = torch.arange(num_tokens, device=CUDA)
+    slots[num_tokens // 2 :: 7] = -1
+    routing = route_reference(torch.randn(num_tokens, 5, device=CUDA), 2, True, slots)
+    count = int(routing.offsets[-1])
+    found = PairedTritonExperts(codes).multiply(x, routing, True)[:count]
+    expected = TritonExperts(codes).multiply(x, routing, True)[:count]
+    eps = torch.finfo(x.dtype).eps
+    torch.testing.assert_close(found.double(), expected.double(), rtol=2 * eps, atol=1e-3)
 
 
 @pytest.mark.parametrize("num_rows", [1, 17, 65, 300])

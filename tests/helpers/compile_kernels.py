@@ -291,11 +291,10 @@ def quantized_launches(
             experts = {"GATHER": num_tokens != 512, "EXPERTS": 128}
             yield quantized_linear._grouped_quantized_kernel, config | experts | tile, types
     if itemsize == 2:
-        pairs = {"pairs_ptr": "*i16"}
-        for num_rows, *_ in paired_linear.TILES:
-            config = paired_linear.tile_config(num_rows) | {"HAS_BIAS": num_rows > 16, "HAS_TAIL": num_rows == 64}
-            yield paired_linear._paired_linear_kernel, config, pairs
-        yield paired_linear._dequantize_pairs_kernel, paired_linear.dequantize_config(), pairs
+        for config in paired_configs():
+            is_grouped = "EXPERTS" in config
+            kernel = paired_linear._grouped_paired_kernel if is_grouped else paired_linear._paired_linear_kernel
+            yield kernel, config, {"pairs_ptr": "*i16"}
     codes = dict.fromkeys(("x_ptr", "codes_ptr"), "*i8") | {"x_scales_ptr": "*fp32"}
     yield rounded_linear._round_inputs_kernel, rounded_linear.round_config(), {"codes_ptr": "*i8"}
     for tile in (rounded_linear.SMALL_TILE, rounded_linear.TILE, rounded_linear.LARGE_TILE):
@@ -309,6 +308,18 @@ def quantized_launches(
         yield rounded_linear._grouped_rounded_kernel, config, codes
         groups = rounded_groups.group_config(128) if num_tokens == 1 else rounded_groups.group_config(32)
         yield rounded_groups._grouped_rounded_groups_kernel, config | groups, codes
+
+
+def paired_configs() -> Iterator[dict[str, int]]:
+    """Yield the constexprs of matrices and experts with codes in pairs: of a scale a row, and of groups of 128."""
+    for bits, group_size, has_zeros in ((8, 0, False), (8, 128, False), (4, 0, False), (4, 128, True)):
+        form = {"BITS": bits, "GROUP": group_size, "HAS_ZEROS": has_zeros}
+        for num_rows, *_ in paired_linear.TILES:
+            config = form | paired_linear.tile_config(num_rows, paired_linear.TILES)
+            yield config | {"HAS_BIAS": num_rows > 16, "HAS_TAIL": num_rows == 64, "BAND": paired_linear.BAND}
+        for num_tokens, *_ in paired_linear.GROUPED_TILES:
+            config = form | paired_linear.tile_config(num_tokens, paired_linear.GROUPED_TILES)
+            yield config | {"HAS_TAIL": num_tokens == 512, "GATHER": num_tokens != 512, "EXPERTS": 128}
 
 
 def fp8_launches() -> Iterator[tuple[Any, dict[str, int], dict[str, str]]]:

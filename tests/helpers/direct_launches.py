@@ -373,10 +373,10 @@ def missing(
     return sorted(needed - ahead | others)
 
 
-def missing_in_pairs() -> list[str]:
-    """Name what a model whose int8 weights are in pairs lacks: see `missing`."""
+def missing_in_pairs(model: str, bits: int, group_size: int | None) -> list[str]:
+    """Name what a model whose codes are in pairs lacks: see `missing`."""
     with mock.patch.object(quantized, "TAKES_PAIRS", True):
-        return missing(serve_prompts, "qwen3-0.6b", quantized=(8, None))
+        return missing(serve_prompts, model, quantized=(bits, group_size))
 
 
 def missing_kernels() -> dict[str, list[str]]:
@@ -400,7 +400,8 @@ def missing_kernels() -> dict[str, list[str]]:
         "drafts, keys and values in int8": missing(serve_drafts, "qwen3-8b", draft="qwen3-0.6b", kv_cache_dtype="int8"),
         "states, keys and values in int8": missing(serve_prompts, "qwen3.5-0.8b", kv_cache_dtype="int8"),
         "int8": missing(serve_prompts, "qwen3-0.6b", quantized=(8, None)),
-        "int8 in pairs": missing_in_pairs(),
+        "int8 in pairs": missing_in_pairs("qwen3-0.6b", 8, None),
+        "experts, int4 by group, in pairs": missing_in_pairs("qwen3-30b-a3b", 4, 128),
         "int8-dynamic": missing(serve_logprobs, "qwen3-0.6b", quantized=(8, None, True)),
         "int8, log-probabilities": missing(serve_logprobs, "qwen3-0.6b", quantized=(8, None)),
         "int4 by group, few sequences": missing(serve_prompts, "qwen3-8b", quantized=(4, 128), max_num_seqs=4),

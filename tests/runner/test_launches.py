@@ -8,12 +8,16 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from contextlib import ExitStack
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from helpers.paths import TESTS
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton")
 
@@ -21,11 +25,12 @@ from helpers.direct_launches import quantize
 from helpers.pretend_cuda import DEVICE, Operators, noted, pretend_runner, unscored_plan
 
 from benchmarks.own_products import own_products
-from nanovllm.backends.gpu import paged_decode, paged_prefill
+from nanovllm.backends.gpu import gate_and_mul, gated_rms_norm, paged_decode, paged_prefill, rms_norm
 from nanovllm.backends.gpu.combine import combine
 from nanovllm.backends.gpu.cuda_graphs import CudaGraphs
 from nanovllm.backends.gpu.few_rows import MAX_ROWS
 from nanovllm.backends.gpu.grouped_linear import grouped_linear
+from nanovllm.backends.gpu.round_groups import give_rounded
 from nanovllm.backends.gpu.startup import keep_one_layer_of_each_kind
 from nanovllm.backends.steps import EAGER
 from nanovllm.config import MAX_NUM_SEQS
@@ -255,5 +260,44 @@ def test_nothing_is_compiled_while_serving(directly: dict[str, dict[str, list[st
 
     Each rank of several is ready for its share, too. And no argument has an address that would make a variant.
     """
-    assert len(directly["missing"]) == 35
+    assert len(directly["missing"]) == 36
     assert not any(directly["missing"].values()), directly["missing"]
+
+
+class WriteGuard(TorchDispatchMode):
+    """Fails when an operator of torch writes to a tensor in one of some storages."""
+
+    def __init__(self, storages: dict[int, Tensor]) -> None:
+        super().__init__()
+        self.storages = storages
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for argument, value in zip(function._schema.arguments, args, strict=False):
+            if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, Tensor):
+                assert value.untyped_storage()._cdata not in self.storages, function
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("model", ["qwen3-0.6b", "qwen3-30b-a3b", "qwen3.5-35b-a3b"])
+def test_nobody_writes_to_activations_that_carry_their_rounded_form(model: str) -> None:
+    """Tensors of inference mode count no versions, so nothing could find such a write in a step."""
+    made: dict[int, Tensor] = {}
+
+    def note(x: Tensor, rounding: Any) -> Any:
+        if rounding is not None:
+            made[x.untyped_storage()._cdata] = x  # kept, so that no other tensor gets its storage
+        return give_rounded(x, rounding)
+
+    with pretend_runner(model, num_layers=4) as runner, ExitStack() as patches:
+        quantize(runner, 8, None, rounds_inputs=True)
+        for module in (rms_norm, gate_and_mul, gated_rms_norm):
+            patches.enter_context(mock.patch.object(module, "give_rounded", note))
+        with noted() as launches, WriteGuard(made):
+            runner.run_head(runner.run_layers(unscored_plan([1, 1, 100]), EAGER))
+        touching = [
+            one.kernel.__name__
+            for one in launches
+            if any(isinstance(value, Tensor) and value.untyped_storage()._cdata in made for value in one.args)
+        ]
+    # Each is in the launch that makes it and in no other: our products read the rounded form alone.
+    assert len(touching) == len(made) > 4, touching

@@ -32,10 +32,11 @@ from transformers import Qwen3_5MoeForCausalLM, Qwen3MoeForCausalLM
 
 from benchmarks.own_products import own_products
 from nanovllm import LLM, SamplingParams, StructuredOutputsParams
-from nanovllm.backends.gpu import device, few_rows
+from nanovllm.backends.gpu import device, few_rows, quantized
 from nanovllm.backends.gpu.cuda_graphs import CudaGraphs
 from nanovllm.backends.gpu.few_rows import Cut
 from nanovllm.backends.gpu.memory import GpuMemory
+from nanovllm.backends.gpu.quantized import PairedTritonMatrix, find_copied
 from nanovllm.features.drafts.speculation import Speculation
 from nanovllm.features.edits import editing
 from nanovllm.features.families.qwen3_5.ops import RowState
@@ -184,6 +185,35 @@ def test_quantised_weights(quantization: str, kind: str, request: pytest.Fixture
     """Embedding, head, projections and experts are int8. Decodes run as graphs, with default options."""
     model = request.getfixturevalue(kind)
     assert tokens(serve(model, quantization=quantization)) == tokens(expect(model, quantization=quantization))
+
+
+@pytest.mark.parametrize("switches", [("TAKES_PAIRS",), ("TAKES_PAIRS", "KEEPS_COPIES")], ids=len)
+def test_codes_in_pairs_and_copies(
+    switches: tuple[str, ...], experts: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """In float16, of which the tokens are clear. Copies come out of the pool, and are there again after a sleep."""
+    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+    options: dict[str, Any] = {"dtype": "float16", "quantization": "int8"}
+    sizes = {}
+    found = {}
+    for name, chosen in (("plain", ()), ("switched", switches)):
+        for switch in chosen:
+            monkeypatch.setattr(quantized, switch, True)
+        # Three rows are more than the limit of the last tile, as 193 are otherwise.
+        monkeypatch.setattr(PairedTritonMatrix, "row_limits", (1, 2))
+        with rehearse(), LLM(str(experts), **OPTIONS | options) as llm:
+            sizes[name] = llm.stats()["num_blocks"]
+            matrices = find_copied(llm.engine.runner.model.modules())
+            found[name] = tokens(llm.generate(PROMPTS, params, use_tqdm=False))
+            llm.sleep(2)
+            llm.wake_up()
+            again = find_copied(llm.engine.runner.model.modules())
+            for matrix in (*matrices, *again):
+                assert isinstance(matrix, PairedTritonMatrix) == bool(chosen)
+                assert (matrix.copy is not None) == ("KEEPS_COPIES" in chosen)
+            assert tokens(llm.generate(PROMPTS, params, use_tqdm=False)) == found[name]
+    assert (sizes["switched"] < sizes["plain"]) == ("KEEPS_COPIES" in switches)
+    assert found["switched"] == found["plain"]
 
 
 @pytest.mark.parametrize("name", ["int8", "fp8"])

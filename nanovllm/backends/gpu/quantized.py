@@ -1,14 +1,16 @@
 """Quantised matrices on a GPU: the Triton kernels multiply by their codes as they are."""
 
+import logging
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from nanovllm.backends.gpu.paired_linear import TILES as PAIRED_TILES
-from nanovllm.backends.gpu.paired_linear import pair_codes, paired_linear
+from nanovllm.backends.gpu.paired_linear import grouped_paired, is_supported, pair_codes, paired_linear
 from nanovllm.backends.gpu.quantized_linear import (
     TILES,
     format_config,
@@ -28,17 +30,70 @@ if TYPE_CHECKING:
     from nanovllm.backends.gpu.triton_backend import TritonKernels
     from nanovllm.features.families.qwen3_moe.decoder import PackedExperts
     from nanovllm.features.families.qwen3_moe.ops import Routing
+    from nanovllm.runner.model_runner import ModelRunner
+
+logger = logging.getLogger(__name__)
 
 TAKES_PAIRS = False
-"""Whether a matrix is a `PairedTritonMatrix` where it can be. No GPU has timed it: benchmarks/bench_kernels.py does."""
+"""Whether matrices and experts have their codes in pairs where they can. No GPU has timed it, so benchmarks turn it on:
+scripts/gpu_products.py does."""
+
+KEEPS_COPIES = False
+"""Whether matrices get copies of 16 bits where memory allows: see `keep_copies`. No GPU has timed it, either."""
 
 
-class TritonMatrix(TorchMatrix):
-    """A quantised matrix [out, in] that the kernel multiplies. It implements `PackedMatrix`.
+class CopiedMatrix(TorchMatrix):
+    """A quantised matrix [out, in] that may have a copy in the model's type, for products of many rows.
 
     Attributes:
         row_limits: the numbers of rows up to which each variant of the kernel is taken. At start-up each is compiled.
+            With more rows than the last of them the copy is multiplied, if there is one.
+        copy: [out, in], or None.
     """
+
+    row_limits: tuple[int, ...]
+    copy: Tensor | None = None
+
+    def __init__(self, laid: Codes, codes: Codes, dtype: torch.dtype) -> None:
+        """
+        Args:
+            laid: the codes as the kernel reads them.
+            codes: the same codes as the checkpoint has them.
+            dtype: the type of the model.
+        """
+        super().__init__(laid, dtype)
+        self._in_features = codes.in_features
+        self._order = codes.order
+        self._arrivals = make_arrivals(codes)
+
+    def count_copy_bytes(self) -> int:
+        """Return how many bytes a copy takes."""
+        return self._codes.out_features * self._in_features * self._dtype.itemsize
+
+    def keep_copy(self) -> None:
+        """Make the copy, or write new weights into the memory of the old one."""
+        out_features = self._codes.out_features
+        device = self._codes.codes.device
+        if self.copy is None:
+            self.copy = torch.empty(out_features, self._in_features, dtype=self._dtype, device=device)
+        for start in range(0, out_features, self._height):
+            indices = torch.arange(start, min(start + self._height, out_features), device=device)
+            self.copy[start : start + self._height] = self.rows(indices)
+
+    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """x [n, in] -> x W^T + bias [n, out]. The codes' columns may have another order than those of x."""
+        if self.copy is not None and len(x) > self.row_limits[-1]:
+            return F.linear(x, self.copy, bias)
+        x = x.contiguous() if self._order is None else x.index_select(1, self._order)
+        return self._multiply_codes(x, bias)
+
+    def _multiply_codes(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """Do what `multiply` does for x that is contiguous, and whose columns are in the order of the codes'."""
+        raise NotImplementedError
+
+
+class TritonMatrix(CopiedMatrix):
+    """A quantised matrix [out, in] that the kernel multiplies. It implements `PackedMatrix`."""
 
     row_limits = tuple(most for most, *_ in TILES)
 
@@ -50,40 +105,23 @@ class TritonMatrix(TorchMatrix):
         Raises:
             ValueError: the kernel cannot take groups of this size.
         """
-        super().__init__(transpose_scales(codes), dtype)
-        self._arrivals = make_arrivals(codes)
+        super().__init__(transpose_scales(codes), codes, dtype)
 
-    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """x [n, in] -> x W^T + bias [n, out]. The codes' columns may have another order than those of x."""
-        order = self._codes.order
-        x = x.contiguous() if order is None else x.index_select(1, order)
+    def _multiply_codes(self, x: Tensor, bias: Tensor | None) -> Tensor:
         return quantized_linear(x, self._codes, bias, self._arrivals)
 
 
-class PairedTritonMatrix(TorchMatrix):
-    """A matrix [out, in] of int8 codes with one scale a row, which the kernel takes in pairs.
-
-    Attributes:
-        row_limits: as those of `TritonMatrix`.
-    """
+class PairedTritonMatrix(CopiedMatrix):
+    """A matrix [out, in] that `is_supported` by the kernel that takes codes in pairs."""
 
     row_limits = tuple(most for most, *_ in PAIRED_TILES)
 
     def __init__(self, codes: Codes, dtype: torch.dtype) -> None:
         """dtype is the type of the model, which rows of an embedding have."""
-        super().__init__(pair_codes(codes), dtype)
-        self._in_features = codes.in_features
-        self._arrivals = make_arrivals(codes)
+        super().__init__(lay_values(pair_codes(codes)), codes, dtype)
 
-    @staticmethod
-    def takes(codes: Codes, dtype: torch.dtype) -> bool:
-        """Return whether there is a kernel for such a matrix, and activations of dtype."""
-        is_plain = codes.zeros is None and codes.order is None and codes.group_size >= codes.in_features
-        return codes.codes.dtype == torch.int8 and is_plain and dtype.itemsize == 2
-
-    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """x [n, in] -> x W^T + bias [n, out]."""
-        return paired_linear(x.contiguous(), self._codes, bias, self._arrivals)
+    def _multiply_codes(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        return paired_linear(x, self._codes, bias, self._arrivals)
 
     def rows(self, indices: Tensor) -> Tensor:
         return super().rows(indices)[:, : self._in_features].contiguous()
@@ -148,6 +186,22 @@ class TritonExperts:
         return grouped_quantized(x, self._codes, routing, gather)
 
 
+class PairedTritonExperts:
+    """The matrices [num_experts, out, in] of one projection of all experts, whose codes are in pairs."""
+
+    def __init__(self, codes: Codes) -> None:
+        """
+        Raises:
+            ValueError: the kernel cannot take columns that were sorted by their group.
+        """
+        refuse_order(codes)
+        self._codes = lay_values(pair_codes(codes))
+
+    def multiply(self, x: Tensor, routing: "Routing", gather: bool) -> Tensor:
+        """Do what `grouped_linear_reference` does."""
+        return grouped_paired(x.contiguous(), self._codes, routing, gather)
+
+
 class RoundedTritonExperts:
     """Matrices [num_experts, out, in] of int8 codes, which the kernel multiplies in whole numbers."""
 
@@ -206,22 +260,58 @@ def lay_groups(codes: Codes) -> Codes:
 
 
 def transpose_scales(codes: Codes) -> Codes:
-    """Return the same matrix as the kernel reads it: in memory the scales and zeros of one group lie together.
-
-    So neighbours belong to neighbouring columns of a product. Zeros become int32.
+    """Return the same matrix as the kernel reads it: see `lay_values`.
 
     Raises:
         ValueError: the kernel cannot take groups of this size.
     """
     format_config(codes.bits, codes.in_features, codes.group_size, codes.zeros is not None)
+    return lay_values(replace(codes, codes=codes.codes.contiguous()))
+
+
+def lay_values(codes: Codes) -> Codes:
+    """Return the same matrix with the scales and zeros of one group together in memory. Zeros become int32.
+
+    So neighbours belong to neighbouring columns of a product.
+    """
     zeros = None if codes.zeros is None else _lay_by_column(codes.zeros.to(torch.int32))
-    scales = _lay_by_column(codes.scales)
-    return replace(codes, codes=codes.codes.contiguous(), scales=scales, zeros=zeros)
+    return replace(codes, scales=_lay_by_column(codes.scales), zeros=zeros)
 
 
 def _lay_by_column(values: Tensor) -> Tensor:
     """Return a copy of the values [..., m, n] in which the elements of a column are neighbours in memory."""
     return values.mT.clone(memory_format=torch.contiguous_format).mT
+
+
+def find_copied(modules: Iterable[nn.Module]) -> list[CopiedMatrix]:
+    """Return the matrices of modules that may have copies. One that two modules share is there once."""
+    packed = {id(matrix): matrix for module in modules if (matrix := getattr(module, "packed", None)) is not None}
+    return [matrix for matrix in packed.values() if isinstance(matrix, CopiedMatrix)]
+
+
+def keep_copies(runner: "ModelRunner", left: int) -> int:
+    """Make copies of a model's matrices, all or none. Return the bytes that they take.
+
+    They come out of what is left above a KV cache that holds all rows. So they cost no sequence its place.
+
+    Args:
+        left: these bytes. There are no copies if they take more.
+    """
+    matrices = find_copied(runner.model.modules())
+    num_bytes = sum(matrix.count_copy_bytes() for matrix in matrices)
+    if not matrices:
+        return 0
+    fits = num_bytes <= left
+    how = "once" if fits else "not made: steps of many rows read codes"
+    logger.info(
+        "Copies of quantised weights in %s, %s: %.2f GiB, and %.2f GiB are left above a KV cache for all rows",
+        *(runner.config.dtype, how, num_bytes / 2**30, left / 2**30),
+    )
+    if not fits:
+        return 0
+    for matrix in matrices:
+        matrix.keep_copy()
+    return num_bytes
 
 
 class Operators(MatrixOperators):
@@ -237,7 +327,7 @@ class Operators(MatrixOperators):
     def make_matrix(self, codes: Codes, dtype: torch.dtype, rounds_inputs: bool) -> PackedMatrix:
         self._backend.rounding = ROUNDING if rounds_inputs else None
         if not rounds_inputs:
-            takes_pairs = TAKES_PAIRS and PairedTritonMatrix.takes(codes, dtype)
+            takes_pairs = TAKES_PAIRS and is_supported(codes, dtype)
             return (PairedTritonMatrix if takes_pairs else TritonMatrix)(codes, dtype)
         if codes.has_floats:
             return GroupedTritonMatrix(codes, dtype)
@@ -247,7 +337,8 @@ class Operators(MatrixOperators):
     def make_experts(self, codes: Codes, dtype: torch.dtype, rounds_inputs: bool) -> "PackedExperts":
         self._backend.rounding = ROUNDING if rounds_inputs else None
         if not rounds_inputs:
-            return TritonExperts(codes)
+            takes_pairs = TAKES_PAIRS and is_supported(codes, dtype)
+            return (PairedTritonExperts if takes_pairs else TritonExperts)(codes)
         if codes.has_floats:
             return GroupedTritonExperts(codes)
         codes = codes.widen()
@@ -259,6 +350,8 @@ class Operators(MatrixOperators):
             return new
         old._codes.codes.copy_(new._codes.codes)
         old._codes.scales.copy_(new._codes.scales)  # zeros and orders are a checkpoint's, which is never replaced
+        if getattr(old, "copy", None) is not None:
+            old.keep_copy()
         return old
 
     def warn(self, format: Format) -> None:

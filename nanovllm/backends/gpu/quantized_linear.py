@@ -3,9 +3,6 @@
 The references are `TorchMatrix` and `TorchExperts` in features/quantized/torch_matrix.py.
 """
 
-from collections.abc import Callable
-from functools import partial
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -329,7 +326,7 @@ def make_arrivals(weight: Codes) -> Tensor:
     return torch.zeros(most_tiles, dtype=torch.int32, device=weight.codes.device)
 
 
-def _list_tensors(weight: Codes) -> tuple[Tensor, Tensor, Tensor]:
+def list_tensors(weight: Codes) -> tuple[Tensor, Tensor, Tensor]:
     """Return a matrix as the kernels take it. If it has no zeros, the scales take their place, where no kernel reads.
 
     Args:
@@ -350,7 +347,7 @@ def quantized_linear(x: Tensor, weight: Codes, bias: Tensor | None, arrivals: Te
     num_rows = x.shape[0]
     out_size = weight.codes.shape[0]
     if num_rows > TILES[-1][0]:
-        return multiply_dequantized(x, out_size, bias, partial(_dequantize, weight))
+        return _multiply_dequantized(x, weight, bias)
     y = torch.empty(num_rows, out_size, dtype=x.dtype, device=x.device)
     config = format_config(weight.bits, weight.in_features, weight.group_size, weight.zeros is not None)
     config |= {"HAS_BIAS": bias is not None} | tile_config(num_rows, TILES, x.element_size())
@@ -359,7 +356,7 @@ def quantized_linear(x: Tensor, weight: Codes, bias: Tensor | None, arrivals: Te
     num_partial = num_parts * num_tiles * config["BLOCK_M"] * config["BLOCK_N"] if num_parts > 1 else 0
     sums = torch.empty(num_partial, dtype=torch.float32, device=x.device)
     # If there is no bias, x takes its place as argument. The kernel does not read it there.
-    pointers = (x, *_list_tensors(weight), x if bias is None else bias, y, sums, arrivals)
+    pointers = (x, *list_tensors(weight), x if bias is None else bias, y, sums, arrivals)
     sizes = (weight.in_features, weight.codes.shape[1], out_size, num_rows, part_steps)
     launch(_quantized_linear_kernel, (num_tiles, num_parts), (*pointers, *sizes), config)
     return y
@@ -373,23 +370,18 @@ def _dequantize(weight: Codes, rows: Tensor, first: int) -> None:
     config |= {"BLOCK_N": 32, "num_warps": 4}
     grid = (ceil_div(num_rows, config["BLOCK_N"]), ceil_div(in_size, config["BLOCK_K"]))
     sizes = (in_size, packed_size, out_size, first, num_rows)
-    launch(_dequantize_kernel, grid, (*_list_tensors(weight), rows, *sizes), config)
+    launch(_dequantize_kernel, grid, (*list_tensors(weight), rows, *sizes), config)
 
 
-def multiply_dequantized(
-    x: Tensor, out_size: int, bias: Tensor | None, dequantize: Callable[[Tensor, int], None]
-) -> Tensor:
-    """Do what `quantized_linear` does for many rows: dequantise rows of the matrix, and take torch's product.
-
-    Args:
-        dequantize: fills a tensor [n, in] with rows of the matrix, rounded to x's dtype, from one of a given number on.
-    """
+def _multiply_dequantized(x: Tensor, weight: Codes, bias: Tensor | None) -> Tensor:
+    """Do what `quantized_linear` does for many rows: dequantise rows of the matrix, and take torch's product."""
+    out_size = weight.codes.shape[0]
     in_size = x.shape[1]
     height = max(1, MAX_SCRATCH // in_size)
     parts = []
     for first in range(0, max(out_size, 1), height):
         scratch = torch.empty(min(height, out_size - first), in_size, dtype=x.dtype, device=x.device)
-        dequantize(scratch, first)
+        _dequantize(weight, scratch, first)
         parts.append(F.linear(x, scratch, None if bias is None else bias[first : first + height]))
         del scratch  # its memory is free for the next rows
     return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
@@ -410,7 +402,7 @@ def grouped_quantized(x: Tensor, weight: Codes, routing: Routing, gather: bool) 
     config |= tile_config(num_tokens, GROUPED_TILES, x.element_size())
     most_tiles = min(pairs, ceil_div(pairs, config["BLOCK_M"]) + num_experts)
     grid = (most_tiles * ceil_div(out_size, config["BLOCK_N"]),)
-    pointers = (x, *_list_tensors(weight), y, routing.tokens, routing.offsets)
+    pointers = (x, *list_tensors(weight), y, routing.tokens, routing.offsets)
     sizes = (weight.in_features, packed_size, out_size, weight.scales.shape[2], num_experts)
     launch(_grouped_quantized_kernel, grid, (*pointers, *sizes), config)
     return y

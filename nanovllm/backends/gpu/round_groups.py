@@ -84,7 +84,9 @@ def rounding_config(rounding: Rounding | None) -> dict[str, float]:
 def give_rounded(x: Tensor, rounding: Rounding | None) -> tuple[Tensor, Tensor, int, int]:
     """Give x [n, size], which a kernel is about to write, its rounded form too. Return the `places` of that form.
 
-    x carries it as an attribute, and `find_rounded` returns it to whoever multiplies x. So nobody may write to x later.
+    x carries it as an attribute, and `find_rounded` returns it to whoever multiplies x. So nobody may write to x later:
+    in inference mode torch counts no versions of a tensor, so no product could notice. tests/runner/test_launches.py
+    looks for such a write.
     If nothing is rounded, x takes the place of codes and scales as argument. The kernel does not write there.
     """
     if rounding is None:

@@ -25,6 +25,7 @@ from nanovllm.backends.gpu.rounded_linear import (
     round_inputs,
     tile_config,
 )
+from nanovllm.backends.gpu.tiles import place_pairs, place_tile, store_tile
 from nanovllm.backends.gpu.triton_shim import tl, triton
 from nanovllm.features.families.qwen3_moe.ops import Routing
 from nanovllm.features.quantized.codes import Codes
@@ -88,20 +89,13 @@ def _rounded_groups_kernel(
 ):
     # Grid, tiles and padding as in _rounded_linear_kernel.
     wait_for_predecessor(PDL)
-    band_size = BAND * tl.cdiv(out_size, BLOCK_N)
-    first = tl.program_id(0) // band_size * BAND
-    height = min(tl.cdiv(num_rows, BLOCK_M) - first, BAND)
-    tile = tl.program_id(0) % band_size
-    row = (first + tile % height) * BLOCK_M + tl.arange(0, BLOCK_M)
-    column = tile // height * BLOCK_N + tl.arange(0, BLOCK_N)
-    is_column = column < out_size
+    row, column = place_tile(num_rows, out_size, BAND, BLOCK_M, BLOCK_N)
     x_rows = (x_ptr, x_scales_ptr, num_rows, row % num_rows)
     matrix = (codes_ptr, scales_ptr, out_size)
     y = _multiply_groups(x_rows, matrix, column % out_size, (row_size, num_steps), STEP, GROUP, WEIGHT_GROUP)
     if HAS_BIAS:
-        y += tl.load(bias_ptr + column, mask=is_column, other=0.0).to(tl.float32)[None, :]
-    y_at = y_ptr + row.to(tl.int64)[:, None] * out_size + column[None, :]
-    tl.store(y_at, y.to(y_ptr.dtype.element_ty), mask=(row < num_rows)[:, None] & is_column[None, :])
+        y += tl.load(bias_ptr + column, mask=column < out_size, other=0.0).to(tl.float32)[None, :]
+    store_tile(y_ptr, y, row, num_rows, column, out_size)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_steps", "num_groups", "num_experts"])
@@ -134,18 +128,12 @@ def _grouped_rounded_groups_kernel(
     expert, begin, end = locate_tile(offsets_ptr, tl.program_id(0) // num_columns, num_experts, EXPERTS, BLOCK_M)
     if expert >= num_experts:
         return
-    pair = begin + tl.arange(0, BLOCK_M)
-    row = tl.minimum(pair, end - 1)
-    if GATHER:
-        row = tl.load(tokens_ptr + row)
-    column = tl.program_id(0) % num_columns * BLOCK_N + tl.arange(0, BLOCK_N)
-    is_column = column < out_size
+    pair, row, column = place_pairs(tokens_ptr, begin, end, out_size, GATHER, BLOCK_M, BLOCK_N)
     first = expert.to(tl.int64) * out_size
     matrix = (codes_ptr + first * row_size, scales_ptr + first * num_groups, out_size)
     x_rows = (x_ptr, x_scales_ptr, num_rows, row)
     y = _multiply_groups(x_rows, matrix, column % out_size, (row_size, num_steps), STEP, GROUP, WEIGHT_GROUP)
-    y_at = y_ptr + pair.to(tl.int64)[:, None] * out_size + column[None, :]
-    tl.store(y_at, y.to(y_ptr.dtype.element_ty), mask=(pair < end)[:, None] & is_column[None, :])
+    store_tile(y_ptr, y, pair, end, column, out_size)
 
 
 def group_config(group_size: int) -> dict[str, int]:

@@ -18,6 +18,7 @@ from nanovllm.backends.gpu.round_groups import (
     rounding_config,
     store_rounded,
 )
+from nanovllm.backends.gpu.tiles import place_pairs, place_tile, store_tile
 from nanovllm.backends.gpu.triton_shim import next_power_of_2, num_multiprocessors, tl, triton
 from nanovllm.features.families.qwen3_moe.ops import Routing
 from nanovllm.features.quantized.codes import Codes
@@ -120,19 +121,13 @@ def _rounded_linear_kernel(
     # A program owns BLOCK_M rows and BLOCK_N columns of the product. In the place of those beyond the last ones it
     # computes others once more, so that no load in its loop has a mask, and stores nothing. No input is padding.
     wait_for_predecessor(PDL)
-    band_size = BAND * tl.cdiv(out_size, BLOCK_N)
-    first = tl.program_id(0) // band_size * BAND
-    height = min(tl.cdiv(num_rows, BLOCK_M) - first, BAND)
-    tile = tl.program_id(0) % band_size
-    row = (first + tile % height) * BLOCK_M + tl.arange(0, BLOCK_M)
-    column = tile // height * BLOCK_N + tl.arange(0, BLOCK_N)
+    row, column = place_tile(num_rows, out_size, BAND, BLOCK_M, BLOCK_N)
     is_column = column < out_size
     x_rows = (x_ptr, x_scales_ptr, num_rows, row % num_rows)
     y = _multiply_tile(x_rows, (codes_ptr, scales_ptr, out_size), (column, is_column), num_groups, GROUP)
     if HAS_BIAS:
         y += tl.load(bias_ptr + column, mask=is_column, other=0.0).to(tl.float32)[None, :]
-    y_at = y_ptr + row.to(tl.int64)[:, None] * out_size + column[None, :]
-    tl.store(y_at, y.to(y_ptr.dtype.element_ty), mask=(row < num_rows)[:, None] & is_column[None, :])
+    store_tile(y_ptr, y, row, num_rows, column, out_size)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_groups", "num_experts"])
@@ -162,18 +157,12 @@ def _grouped_rounded_kernel(
     expert, begin, end = locate_tile(offsets_ptr, tl.program_id(0) // num_columns, num_experts, EXPERTS, BLOCK_M)
     if expert >= num_experts:
         return
-    pair = begin + tl.arange(0, BLOCK_M)
-    row = tl.minimum(pair, end - 1)
-    if GATHER:
-        row = tl.load(tokens_ptr + row)
-    column = tl.program_id(0) % num_columns * BLOCK_N + tl.arange(0, BLOCK_N)
-    is_column = column < out_size
+    pair, row, column = place_pairs(tokens_ptr, begin, end, out_size, GATHER, BLOCK_M, BLOCK_N)
     first = expert.to(tl.int64) * out_size
     matrix = (codes_ptr + first * (num_groups * GROUP), scales_ptr + first, out_size)
     x_rows = (x_ptr, x_scales_ptr, num_rows, row)
-    y = _multiply_tile(x_rows, matrix, (column, is_column), num_groups, GROUP)
-    y_at = y_ptr + pair.to(tl.int64)[:, None] * out_size + column[None, :]
-    tl.store(y_at, y.to(y_ptr.dtype.element_ty), mask=(pair < end)[:, None] & is_column[None, :])
+    y = _multiply_tile(x_rows, matrix, (column, column < out_size), num_groups, GROUP)
+    store_tile(y_ptr, y, pair, end, column, out_size)
 
 
 def round_config() -> dict[str, float]:

@@ -1,9 +1,11 @@
 """Our own Triton kernels. They need torch, triton and a CUDA device (or, for tests, Triton's interpreter)."""
 
+from collections.abc import Iterable
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from nanovllm.backends.base import Backend
 from nanovllm.backends.gpu.device import CudaBackend
@@ -21,6 +23,9 @@ from nanovllm.backends.gpu.triton_shim import INTERPRETED
 from nanovllm.ops.attention import AttentionVariant, KVCache
 from nanovllm.ops.step_inputs import StepInputs
 
+if TYPE_CHECKING:
+    from nanovllm.runner.model_runner import ModelRunner
+
 
 class TritonKernels(Backend):
     """Computes the operators by Triton kernels. By itself it runs in Triton's interpreter, on a CPU, for tests.
@@ -28,6 +33,7 @@ class TritonKernels(Backend):
     Attributes:
         rounding: how norms and SiLU also round what they write, for the products that follow; None: not at all. Whoever
             makes such matrices sets it.
+        keeps_copies: whether quantised matrices get copies of 16 bits as soon as a model is loaded.
     """
 
     name = "triton"
@@ -39,6 +45,7 @@ class TritonKernels(Backend):
     sampling_values = SAMPLING_VALUES
 
     rounding: Rounding | None = None
+    keeps_copies = False
 
     step_inputs = staticmethod(step_inputs)
     norm_rope_store = staticmethod(norm_rope_store)
@@ -53,6 +60,13 @@ class TritonKernels(Backend):
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         return silu_and_mul(gate_up, self.rounding)
+
+    def pack_weights(self, modules: Iterable[nn.Module]) -> None:
+        if self.keeps_copies:
+            from nanovllm.backends.gpu.quantized import find_copied
+
+            for matrix in find_copied(modules):
+                matrix.keep_copy()
 
     @classmethod
     def why_cannot(cls, device: torch.device) -> str | None:
@@ -90,3 +104,11 @@ class TritonKernels(Backend):
 
 class TritonBackend(CudaBackend, TritonKernels):
     """Our Triton kernels on a GPU."""
+
+    def room_for_cache(self, runner: "ModelRunner", most: int) -> int:
+        from nanovllm.backends.gpu import quantized
+
+        room = super().room_for_cache(runner, most)
+        copies = quantized.keep_copies(runner, room - most) if quantized.KEEPS_COPIES else 0
+        self.keeps_copies = copies > 0
+        return room - copies
