@@ -129,6 +129,9 @@ template <class P, bool WHOLE> struct Int8 {
 // byte holds two inputs of one column, and the lower or upper halves of 32 bytes are the columns of one step. For a
 // single row, two tables of 16 bytes make pairs of bfloat16 numbers of them. More rows use as much time for
 // multiplying as for converting, which then needs as few registers as possible.
+//
+// Zen 3 shuffles and shifts in two of its four pipes, and one of these two is needed for half of the multiply-adds: a
+// single row waits for it. Whole numbers are multiplied in other pipes. So there products take the place of shifts.
 template <class P> struct Int4 {
     using left = P;
     static constexpr int BITS = 4, ZERO = 0x88, INPUTS = 2 * CHUNK / PANEL, STEPS = INPUTS / PER_STEP<P>;
@@ -160,6 +163,26 @@ template <class P> struct Int4 {
     static inline ri numbers(const uint8_t* chunk, int k, int v) {
         return load<ri>(chunk + v % PARTS * REGISTER) << (28 - 4 * (2 * k + v / PARTS)) >> 28;
     }
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    // Returns words >> 4.
+    static inline __m256i shift_words(__m256i words) {
+#ifdef __znver3__
+        return _mm256_mulhi_epu16(words, _mm256_set1_epi16(1 << 12));
+#else
+        return _mm256_srli_epi16(words, 4);
+#endif
+    }
+    // Returns numbers << 16.
+    static inline ri shift_numbers(ri numbers) {
+#ifdef __znver3__
+        ri product;  // Compilers make a shift of the intrinsic function.
+        asm("vpmulld %2, %1, %0" : "=x"(product) : "x"(numbers), "x"(ri{} + (1 << 16)));
+        return product;
+#else
+        return numbers << 16;
+#endif
+    }
+#endif
     template <int ROWS = MAX_TILE_ROWS> static inline rf right(const uint8_t* chunk, int step, int v) {
 #ifdef __AVX512F__
         // The instructions look at the lowest bits of an index only.
@@ -179,11 +202,11 @@ template <class P> struct Int4 {
             const ri two = (ri)(v / 2 ? _mm256_unpackhi_epi16(codes, codes) : _mm256_unpacklo_epi16(codes, codes));
             return __builtin_convertvector(two << (12 - 8 * (v % 2) - 4 * (step % 2)) >> 28, rf);
         }
-        const __m256i numbers = _mm256_and_si256(step % 2 ? _mm256_srli_epi16(codes, 4) : codes, _mm256_set1_epi8(15));
+        const __m256i numbers = _mm256_and_si256(step % 2 ? shift_words(codes) : codes, _mm256_set1_epi8(15));
         const __m256i low = _mm256_shuffle_epi8(load<__m256i>(TABLES.nibble_low), numbers);
         const __m256i high = _mm256_shuffle_epi8(load<__m256i>(TABLES.nibble_high), numbers);
         const ri two = (ri)(v / 2 ? _mm256_unpackhi_epi8(low, high) : _mm256_unpacklo_epi8(low, high));
-        return (rf)(v % 2 ? two & ~0xffff : two << 16);
+        return (rf)(v % 2 ? two & ~0xffff : shift_numbers(two));
 #else
         return widen_numbers<Int4, P>(chunk, step, v);
 #endif
