@@ -167,7 +167,8 @@ def launches(models: dict[str, Model], block_sizes: tuple[int, ...], arch: int, 
         constants, sinks = online_softmax.read_variant(variant)
         if sinks is None:
             constants["sinks_ptr"] = None
-        split = paged_decode.split_config(group, head_dim, block_size, caches[cache]) | constants | {"AHEAD": ahead}
+        split = paged_decode.split_config(group, head_dim, block_size, caches[cache], SHARED_KIB[arch])
+        split |= constants | {"AHEAD": ahead}
         types = {}
         if cache in CODES:
             types = dict.fromkeys(("k_cache_ptr", "v_cache_ptr"), cache)

@@ -192,14 +192,19 @@ def share_config(num_seqs: int, num_programs: int, head_dim: int, block_size: in
     }
 
 
-def split_config(group: int, head_dim: int, block_size: int, itemsize: int) -> dict[str, int]:
+def split_config(group: int, head_dim: int, block_size: int, itemsize: int, shared_kib: int) -> dict[str, int]:
     """64 keys, 3 stages and 4 warps: two buffers of K and V in 72 KiB, so three programs share a Hopper's memory.
 
     At most 168 registers a thread let three programs share its registers, too. Codes of heads of 256 need more, so two
-    programs do. itemsize is that of the cache. AHEAD: a program asks for the next chunk's first tile before it stores
-    the output of a chunk. No GPU has timed that, so it is off, and scripts/gpu_sweep.py times both.
+    programs do. Where memory has room for fewer programs, a thread may have more registers. AHEAD: a program asks for
+    the next chunk's first tile before it stores the output of a chunk. No GPU has timed that, so it is off, and
+    scripts/gpu_sweep.py times both.
+
+    Args:
+        itemsize: the bytes of an element of the cache.
+        shared_kib: the shared memory that a program may use.
     """
-    return {
+    config = {
         "GROUP": group,
         "HEAD_DIM": head_dim,
         "BLOCK_SIZE": block_size,
@@ -209,6 +214,9 @@ def split_config(group: int, head_dim: int, block_size: int, itemsize: int) -> d
         "num_stages": 2 if itemsize == 4 else 3,
         "maxnreg": 255 if itemsize == 1 and head_dim > 128 else 168,
     }
+    if programs_at_once(config, itemsize, shared_kib) < 3:
+        config["maxnreg"] = 255  # enough for two programs
+    return config
 
 
 def programs_at_once(config: dict[str, int], itemsize: int, shared_kib: int) -> int:
@@ -256,8 +264,9 @@ def decode_metadata(seq_lens: Tensor, cache: KVCache, num_heads: int) -> DecodeM
     device = seq_lens.device
     block_size, num_kv_heads, head_dim = cache.keys.shape[1:]
     itemsize = cache.keys.element_size()
-    split = split_config(num_heads // num_kv_heads, head_dim, block_size, itemsize)
-    places = num_multiprocessors(device) * programs_at_once(split, itemsize, shared_memory_kib(device))
+    shared_kib = shared_memory_kib(device)
+    split = split_config(num_heads // num_kv_heads, head_dim, block_size, itemsize, shared_kib)
+    places = num_multiprocessors(device) * programs_at_once(split, itemsize, shared_kib)
     num_programs = max(places // num_kv_heads, 1)
     max_items = num_seqs + num_programs
     made = DecodeMetadata(
@@ -291,7 +300,8 @@ def paged_decode(
     num_seqs, num_heads, head_dim = q.shape
     block_size, num_kv_heads = cache.keys.shape[1:3]
     constants, sinks = read_variant(variant)
-    config = split_config(num_heads // num_kv_heads, head_dim, block_size, cache.keys.element_size()) | constants
+    shape = (num_heads // num_kv_heads, head_dim, block_size, cache.keys.element_size())
+    config = split_config(*shape, shared_memory_kib(q.device)) | constants
     sizes = (scale * math.log2(math.e), num_seqs, q.stride(0), block_tables.stride(0))
     grid = (num_kv_heads, len(metadata.share_begins) - 1)
     if cache.key_scales is None:
