@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import masking_utils
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+from transformers.models.gemma import modeling_gemma
 from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaAttention
 
@@ -755,6 +756,25 @@ def test_a_model_whose_attention_is_wrong_is_refused_at_load(
         LLM(tmp_path, **OPTIONS)
     monkeypatch.setattr(proof, "TESTED", frozenset([name]))
     LLM(tmp_path, **OPTIONS).close()  # the test of tokens refuses it
+
+
+@pytest.mark.parametrize("place", ["transformers", "read"])
+def test_a_text_that_cannot_be_computed_refuses_the_model(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise IndexError("a layer's own words")
+
+    save_any(tmp_path, "GemmaForCausalLM")
+    monkeypatch.setattr(proof, "TESTED", frozenset())
+    if place == "read":
+        monkeypatch.setattr(attend.AttentionLayer, "read", fail)
+    else:
+        monkeypatch.setattr(modeling_gemma, "eager_attention_forward", fail)
+    with pytest.raises(ValueError, match=r"GemmaForCausalLM is not run, because no text .* a layer's own words"):
+        LLM(tmp_path, **OPTIONS)
+    monkeypatch.undo()
+    LLM(tmp_path, **OPTIONS).close()
 
 
 def test_a_config_keeps_whose_code_runs_it_when_it_travels(tmp_path: Path) -> None:
