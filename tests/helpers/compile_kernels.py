@@ -95,6 +95,9 @@ SHARED_KIB = {arch: triton_shim._SHARED_KIB[divmod(arch, 10)] for arch in (80, 8
 FORMATS = ((8, 1024, False), (4, 128, True), ("fp8", 128, False), (4, 128, False), (4, 32, False), (8, 128, False))
 """Bits, group size, whether there are zeros: int8 at load, and checkpoints as they are published."""
 
+PAIRED_FORMATS = ((8, 0, False), (4, 128, True), (8, 128, False), (4, 0, False))
+"""The same of codes in pairs; a group size of 0 is one scale a row."""
+
 # Types by argument name: pointers first, then scalars; anything else is an int32.
 _TYPES = {
     "*fp32": """cos_sin partial_out partial_lse chunk_max chunk_weight part_weight threshold weights penalties values
@@ -292,7 +295,7 @@ def quantized_launches(
             experts = {"GATHER": num_tokens != 512, "EXPERTS": 128}
             yield quantized_linear._grouped_quantized_kernel, config | experts | tile, types
     if itemsize == 2:
-        for config in paired_configs():
+        for config in paired_configs(PAIRED_FORMATS if formats is FORMATS else PAIRED_FORMATS[:2]):
             is_grouped = "EXPERTS" in config
             kernel = paired_linear._grouped_paired_kernel if is_grouped else paired_linear._paired_linear_kernel
             yield kernel, config, {"pairs_ptr": "*i16"}
@@ -311,9 +314,9 @@ def quantized_launches(
         yield rounded_groups._grouped_rounded_groups_kernel, config | groups, codes
 
 
-def paired_configs() -> Iterator[dict[str, int]]:
-    """Yield the constexprs of matrices and experts with codes in pairs: of a scale a row, and of groups of 128."""
-    for bits, group_size, has_zeros in ((8, 0, False), (8, 128, False), (4, 0, False), (4, 128, True)):
+def paired_configs(formats: Iterable[tuple[int, int, bool]]) -> Iterator[dict[str, int]]:
+    """Yield the constexprs of matrices and experts with codes in pairs."""
+    for bits, group_size, has_zeros in formats:
         form = {"BITS": bits, "GROUP": group_size, "HAS_ZEROS": has_zeros}
         for num_rows, *_ in paired_linear.TILES:
             config = form | paired_linear.tile_config(num_rows, paired_linear.TILES)

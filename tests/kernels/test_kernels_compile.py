@@ -75,7 +75,7 @@ def check(compiled: list[dict[str, Any]]) -> None:
     missing = {name for name, _ in find_kernels()} - {result["kernel"] for result in compiled}
     if all(result["own"] == "*fp32" for result in compiled):
         # float32 is no type for speed: it spills with codes, few rows of it are torch's, and no pairs become float32.
-        missing -= {"split_codes_kernel", "_few_rows_kernel", "_paired_linear_kernel", "_dequantize_pairs_kernel"}
+        missing -= {"split_codes_kernel", "_few_rows_kernel", "_paired_linear_kernel", "_grouped_paired_kernel"}
     if all(result["arch"] < 89 for result in compiled):
         missing.discard("_round_to_fp8_kernel")
     assert not missing, "launches() in tests/helpers/compile_kernels.py yields every kernel"

@@ -362,26 +362,20 @@ def quantized_linear(x: Tensor, weight: Codes, bias: Tensor | None, arrivals: Te
     return y
 
 
-def _dequantize(weight: Codes, rows: Tensor, first: int) -> None:
-    """Fill `rows` [n, in] with the matrix's rows from number `first` on."""
-    num_rows, in_size = rows.shape
-    out_size, packed_size = weight.codes.shape
-    config = format_config(weight.bits, in_size, weight.group_size, weight.zeros is not None)
-    config |= {"BLOCK_N": 32, "num_warps": 4}
-    grid = (ceil_div(num_rows, config["BLOCK_N"]), ceil_div(in_size, config["BLOCK_K"]))
-    sizes = (in_size, packed_size, out_size, first, num_rows)
-    launch(_dequantize_kernel, grid, (*list_tensors(weight), rows, *sizes), config)
-
-
 def _multiply_dequantized(x: Tensor, weight: Codes, bias: Tensor | None) -> Tensor:
     """Do what `quantized_linear` does for many rows: dequantise rows of the matrix, and take torch's product."""
-    out_size = weight.codes.shape[0]
+    out_size, packed_size = weight.codes.shape
     in_size = x.shape[1]
     height = max(1, MAX_SCRATCH // in_size)
+    config = format_config(weight.bits, in_size, weight.group_size, weight.zeros is not None)
+    config |= {"BLOCK_N": 32, "num_warps": 4}
     parts = []
     for first in range(0, max(out_size, 1), height):
-        scratch = torch.empty(min(height, out_size - first), in_size, dtype=x.dtype, device=x.device)
-        _dequantize(weight, scratch, first)
+        num_rows = min(height, out_size - first)
+        scratch = torch.empty(num_rows, in_size, dtype=x.dtype, device=x.device)
+        grid = (ceil_div(num_rows, config["BLOCK_N"]), ceil_div(in_size, config["BLOCK_K"]))
+        sizes = (in_size, packed_size, out_size, first, num_rows)
+        launch(_dequantize_kernel, grid, (*list_tensors(weight), scratch, *sizes), config)
         parts.append(F.linear(x, scratch, None if bias is None else bias[first : first + height]))
         del scratch  # its memory is free for the next rows
     return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
