@@ -325,8 +325,8 @@ def test_wrong_adapters_are_refused_before_anything_is_written(case: Case, tmp_p
     alien[q.replace("layers.0", "layers.7").replace("A", "B")] = torch.ones(4, 4)
     embedding = {"base_model.model.model.embed_tokens.weight": torch.ones(500, 64)}
     faults: list[tuple[dict[str, Any], dict[str, torch.Tensor], str]] = [
-        ({"use_dora": True}, {}, "use_dora is not supported"),
-        ({"modules_to_save": ["embed_tokens"]}, {}, "modules_to_save is not supported"),
+        ({"use_dora": True}, {}, "'use_dora' is not supported"),
+        ({"modules_to_save": ["embed_tokens"]}, {}, "'modules_to_save' is not supported"),
         ({}, {q: tensors[q][:, :-1].contiguous()}, "the checkpoint's matrix is"),
         ({}, alien, "that are not in the checkpoint"),
         ({}, embedding, "with other values than the checkpoint"),

@@ -427,7 +427,7 @@ def test_an_adapter_is_merged_or_refused_by_the_matrix(saved: tuple[str, Path, A
     targets = {"GPT2LMHeadModel": ["c_attn"], "DeepseekV3ForCausalLM": ["o_proj"]}.get(name, ["q_proj", "o_proj"])
     merged = save_adapter(model, tmp_path, target_modules=targets)
     if name == "GPT2LMHeadModel":
-        with pytest.raises(ValueError, match="fan_in_fan_out is not supported"):
+        with pytest.raises(ValueError, match="'fan_in_fan_out' is not supported"):
             LLM(folder, lora=str(tmp_path), **OPTIONS)
         return
     with LLM(folder, lora=str(tmp_path), **OPTIONS) as llm:
