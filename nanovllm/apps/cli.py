@@ -2,6 +2,7 @@
 
 import argparse
 import difflib
+import io
 import json
 import logging
 import os
@@ -20,6 +21,9 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import as_choice, as_integer
 from nanovllm.version import __version__
 
+_STDOUT = "standard output"
+"""The name that the errors of standard output have in place of a file's."""
+
 _ENGINE_FIELDS = {field.name: field for field in fields(EngineConfig)}
 
 
@@ -36,6 +40,7 @@ class _Parser(argparse.ArgumentParser):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command, and return its exit status."""
+    _set_up_logging()
     parser = _Parser("nanovllm", description="Offline inference of Qwen, Llama, Mistral and most other models.")
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
@@ -51,7 +56,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if others and options.run not in (_eval, _bench):
         commands.choices[options.command].error(f"unrecognized arguments: {' '.join(others)}")
     options.others = others
-    _set_up_logging()
     try:
         return int(options.run(options))
     except KeyboardInterrupt:
@@ -71,13 +75,17 @@ def run() -> NoReturn:
     _open_closed_streams()
     is_child = ray_guard.enter_child()
     arguments = sys.argv[1:]
+    if arguments[:1] != ["run"]:  # a script has Python's own stream
+        sys.stdout = _open_output()
     on_ray = any(argument.split("=")[0] == "--ray" for argument in arguments)
     needs_guard = arguments[:1] == ["run-batch"] and on_ray and not {"-h", "--help"} & {*arguments}
     try:
-        status = ray_guard.run_in_child(arguments) if needs_guard and not is_child else main()
-        sys.stdout.flush()
+        try:
+            status = ray_guard.run_in_child(arguments) if needs_guard and not is_child else main()
+        finally:  # --help ends main() by SystemExit
+            sys.stdout.flush()
     except OSError as error:
-        if arguments[:1] == ["run"] or error.filename is not None:  # a script's own error, or another file's
+        if error.filename != _STDOUT:
             raise
         status = _give_up_output(error)
     if is_child or status in (Status.INTERRUPTED, Status.TERMINATED):
@@ -100,8 +108,34 @@ def _open_closed_streams() -> None:
             os.fstat(number)
         except OSError:
             os.open(os.devnull, os.O_WRONLY if name == "stderr" else os.O_RDONLY)  # takes the lowest free number
+            os.set_inheritable(number, True)
         if getattr(sys, name) is None:
             setattr(sys, name, open(number, "r" if name == "stdin" else "w", closefd=False))  # noqa: SIM115
+
+
+class _OutputFile(io.FileIO):
+    """The descriptor of standard output. Its errors in writing have its name, so that no other is taken for them."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            error.filename = _STDOUT
+            raise
+
+
+def _open_output() -> io.TextIOWrapper:
+    """Return a stream like sys.stdout, whose errors can be told from those of other files."""
+    old: Any = sys.stdout  # a TextIOWrapper
+    raw = _OutputFile(1, "w", closefd=False)
+    is_unbuffered = old.write_through
+    return io.TextIOWrapper(
+        raw if is_unbuffered else io.BufferedWriter(raw),
+        encoding=old.encoding,
+        errors=old.errors,
+        line_buffering=bool(old.line_buffering),
+        write_through=is_unbuffered,
+    )
 
 
 def _give_up_output(error: OSError) -> Status:

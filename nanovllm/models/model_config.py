@@ -257,8 +257,8 @@ def _check(config: "PretrainedConfig", source: str) -> None:
     if rope_type not in tuple(ROPE_TYPES):  # it may have any type
         fail(f"rope type is {quote(rope_type)}; supported are {', '.join(ROPE_TYPES)}")
     _check_rope(rope, source)
-    if not config.rms_norm_eps > 0:  # so NaN fails, too
-        fail(f"rms_norm_eps is {quote(config.rms_norm_eps)}; it must be above 0")
+    if not 0 < config.rms_norm_eps < math.inf:  # so NaN fails, too
+        fail(f"rms_norm_eps is {quote(config.rms_norm_eps)}; it must be above 0 and finite")
     check_sizes(config, source)
 
 

@@ -210,6 +210,7 @@ def test_no_file_that_a_command_opens_takes_the_place_of_a_closed_stream(closed:
         "def main():\n"
         "    assert os.open(os.devnull, os.O_RDONLY) > 2\n"
         "    assert sys.stdin.read() == ''\n"
+        "    assert all(map(os.get_inheritable, range(3)))\n"
         "    sys.stderr.write('heard')\n"
         "    return 7\n"
         "cli.main = main\n"
@@ -217,6 +218,24 @@ def test_no_file_that_a_command_opens_takes_the_place_of_a_closed_stream(closed:
     )
     command = ["bash", "-c", f'"$0" -c "$1" {closed}', sys.executable, code]
     assert subprocess.run(command, stdin=subprocess.DEVNULL).returncode == 7
+
+
+def test_help_that_cannot_be_written_is_status_3() -> None:
+    script = f"{sys.executable} -m nanovllm estimate --help > /dev/full"
+    done = subprocess.run(
+        ["bash", "-c", script], env=os.environ | {"PYTHONUNBUFFERED": ""}, stderr=subprocess.PIPE, text=True
+    )
+    assert done.returncode == Status.OUTPUT_FAILED
+    assert done.stderr == "ERROR standard output cannot be written: No space left on device\n"
+
+
+def test_an_input_that_cannot_be_read_is_not_taken_for_the_output(tmp_path: Path) -> None:
+    """Such an error has no file's name, either."""
+    code = "import os; from nanovllm.apps import cli; cli.main = lambda: os.read(0, 1); cli.run()"
+    with (tmp_path / "only written").open("w") as stdin:
+        done = subprocess.run([sys.executable, "-c", code], stdin=stdin, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "OSError: [Errno 9]" in done.stderr and "standard output" not in done.stderr
 
 
 def test_an_os_error_of_a_users_script_is_the_users(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from subprocess import CalledProcessError
 from typing import Any
 
 import pytest
@@ -775,6 +776,19 @@ def test_a_text_that_cannot_be_computed_refuses_the_model(
         LLM(tmp_path, **OPTIONS)
     monkeypatch.undo()
     LLM(tmp_path, **OPTIONS).close()
+
+
+def test_a_machine_that_fails_at_the_proof_gets_its_advice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model is not to blame if memory runs out or a compiler fails."""
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise CalledProcessError(1, ["gcc", "-shared"])
+
+    save_any(tmp_path, "GemmaForCausalLM")
+    monkeypatch.setattr(proof, "TESTED", frozenset())
+    monkeypatch.setattr(attend.AttentionLayer, "read", fail)
+    with pytest.raises(ValueError, match="Triton compiles a small C library"):
+        LLM(tmp_path, **OPTIONS)
 
 
 def test_a_config_keeps_whose_code_runs_it_when_it_travels(tmp_path: Path) -> None:

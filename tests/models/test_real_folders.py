@@ -421,6 +421,7 @@ def test_a_size_below_one_is_refused(name: str, number: int, llama: Path) -> Non
     [
         ({"rms_norm_eps": -1.0}, "rms_norm_eps is -1.0; it must be above 0"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan; it must be above 0"),
+        ({"rms_norm_eps": float("inf")}, "rms_norm_eps is inf; it must be above 0 and finite"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 0.0}}, "rope_theta is 0.0; it must be above 1"),
     ],
 )

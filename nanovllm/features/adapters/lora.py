@@ -29,6 +29,7 @@ HARMLESS = (
     *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "lora_dropout"),
     *("megatron_config", "megatron_core", "runtime_config", "ensure_weight_tying", "qalora_group_size"),
     *("loftq_config", "eva_config", "corda_config", "lora_ga_config", "velora_config"),
+    *("swift_type", "lora_dtype", "lorap_lr_ratio", "lorap_emb_lr"),  # ms-swift's
 )
 """Keys that say how an adapter was trained, or what its tensors say as well. Any other key with a value is refused."""
 SAME_BASES = ("gaussian", "eva", "orthogonal", "mica")
@@ -141,8 +142,8 @@ def _read_config(path: Path) -> tuple[int, float]:
     start = config.get("init_lora_weights")
     if isinstance(start, str) and start.lower() not in SAME_BASES:
         raise ValueError(
-            f"{path}: init_lora_weights is {quote(start)}, which changes the model's own weights, too: only those of "
-            f"{', '.join(SAME_BASES)} stay as they are"
+            f"{path}: init_lora_weights is {quote(start)}, which may change the model's own weights, too; "
+            f"{', '.join(SAME_BASES)} leave them as they are"
         )
     rank = as_integer(config.get("r"), f"{path}: r", 1)
     alpha = as_number(config.get("lora_alpha"), f"{path}: lora_alpha")
