@@ -199,8 +199,8 @@ def test_the_largest_options_give_grids_that_cuda_takes() -> None:
         ):
             paged_prefill.paged_prefill(q, cache, starts, lengths, tables, num_tokens, 1.0, torch.empty_like(q))
             metadata = paged_decode.decode_metadata(lengths, cache, 16)
-        decodes = torch.empty(MAX_NUM_SEQS, 16, 128, dtype=torch.bfloat16)
-        paged_decode.paged_decode(decodes, cache, tables, metadata, 1.0, torch.empty_like(decodes))
+            decodes = torch.empty(MAX_NUM_SEQS, 16, 128, dtype=torch.bfloat16)
+            paged_decode.paged_decode(decodes, cache, tables, metadata, 1.0, torch.empty_like(decodes))
         pairs = torch.empty(num_tokens, 8, dtype=torch.int32)
         routing = Routing(pairs.float(), pairs, pairs.flatten(), torch.empty(129, dtype=torch.int32))
         x = torch.empty(num_tokens, 1024, dtype=torch.bfloat16)
