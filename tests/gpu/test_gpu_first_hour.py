@@ -161,7 +161,7 @@ def test_what_a_rival_said_is_in_the_log_of_the_call(tmp_path: Path) -> None:
 def test_a_step_whose_time_is_over_is_interrupted(tmp_path: Path) -> None:
     """pytest then prints what it has found. When it is terminated, it prints nothing."""
     python = tmp_path / "python"
-    python.write_text("#!/usr/bin/env bash\ntrap 'echo interrupted; kill $!; exit 1' INT\nsleep 60 & wait\n")
+    python.write_text("#!/usr/bin/env bash\ntrap 'echo interrupted; kill $!; exit 1' INT\nsleep 10 & wait\n")
     python.chmod(0o755)
     script = tmp_path / "scripts" / "short.sh"
     script.parent.mkdir()
