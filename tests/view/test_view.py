@@ -241,9 +241,8 @@ def test_a_page_is_never_written_over_its_trace(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("depth", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_every_step_of_the_page_shows_what_the_engine_met(browser, tmp_path, depth):
-    engine, met, _ = run_small(tmp_path / "run.json", depth=depth)
+def test_every_step_of_the_page_shows_what_the_engine_met(browser, tmp_path):
+    engine, met, _ = run_small(tmp_path / "run.json", depth=2)
     page = Page(browser, tmp_path / "run.json")
     names = ("running", "waiting", "owned", "shared", "cached", "blank", "decode")
     script = "return arguments[0].map((name) => document.getElementById('step-' + name).textContent)"
