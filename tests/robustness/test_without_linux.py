@@ -78,7 +78,7 @@ PARAMS = {"temperature": 0, "max_tokens": 6, "ignore_eos": True}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [{}, {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}], ids=str)
+@pytest.mark.parametrize("ranks", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}], ids=str)
 def test_the_cpu_kernels_and_ranks_give_the_same_tokens(
     environment: dict[str, str], ranks: dict[str, int], random_model: Path
 ) -> None:
