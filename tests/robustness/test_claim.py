@@ -258,7 +258,7 @@ def close_at_random_moments(count: str, folder: str) -> None:
 
 @pytest.mark.slow
 def test_closing_while_submitted_requests_run(folders: list[Path]) -> None:
-    run_apart(close_at_random_moments, 60, folders[0])
+    run_apart(close_at_random_moments, 30, folders[0])
 
 
 def end_while_requests_run(backend: str, how: str) -> None:
