@@ -5,9 +5,9 @@
     python scripts/find_leaks.py lines [--count 1000000]
 
 `requests` runs so many requests of all kinds through one engine. `engines` makes and closes so many engines: plain
-ones, ones that write a trace, ones that read grammars, and ones of two ranks. `lines` runs one job of so many lines, of
-which every twentieth is wrong and the others are requests. A runner without a model answers them, because a model would
-take hours.
+ones, ones that write a trace, ones that read grammars, and, every eighth, ones of two ranks. `lines` runs one job of so
+many lines, of which every twentieth is wrong and the others are requests. A runner without a model answers them, as a
+model would take hours.
 
 The first third is a warm-up. From then on all that is counted must stay as it is, and memory may grow by TOLERANCE
 bytes for each request, engine or line: the slope of a line through the samples, by least squares. The exit status is 1
@@ -118,7 +118,7 @@ def run_engines(count: int, folder: Path) -> Generator[tuple[int, Sample], None,
         elif kind == 2:
             schema = {"type": "object", "properties": {f"p{number}": {"type": "integer"}}}
             params = SamplingParams(max_tokens=4, structured_outputs={"json": schema})
-        elif kind == 3:
+        elif number % 8 == 7:
             options["tensor_parallel_size"] = 2
         with LLM("tiny-qwen3", **options) as llm:
             llm.generate([[5, 6, 7]] * 3, params, use_tqdm=False)

@@ -150,14 +150,6 @@ def test_mistakes(reciter: Path) -> None:
             SamplingParams(embed=True, **wrong)
 
 
-@pytest.mark.slow
-def test_two_ranks_embed_the_same(tmp_path: Path) -> None:
-    model = save_random(tmp_path)
-    with LLM(tmp_path, tensor_parallel_size=2, **OPTIONS) as llm:
-        for prompt, vector in zip(PROMPTS, embed(llm), strict=True):
-            np.testing.assert_allclose(vector, expect(model, prompt), atol=2e-5)
-
-
 def test_the_reranker_compares_yes_and_no() -> None:
     """Its scores are those of the two tokens' logits at the end of transformers' prompt."""
     from transformers import AutoModelForCausalLM, AutoTokenizer

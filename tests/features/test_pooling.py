@@ -152,8 +152,8 @@ def test_bits_do_not_depend_on_batch_chunks_cache_or_preemption(mode: str, folde
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("option", ["tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"])
-def test_several_ranks_and_replicas_pool_alike(option: str, folder: Path, model: Qwen3ForCausalLM) -> None:
+@pytest.mark.parametrize("option", ["tensor_parallel_size", "pipeline_parallel_size"])
+def test_several_ranks_pool_alike(option: str, folder: Path, model: Qwen3ForCausalLM) -> None:
     save_modules(folder, {"pooling_mode": "mean"}, "Normalize")
     with LLM(folder, **OPTIONS, **{option: 2}) as llm:
         for prompt, vector in zip(PROMPTS, embed(llm, normalize=False), strict=True):

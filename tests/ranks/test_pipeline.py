@@ -160,8 +160,7 @@ def runs(request: pytest.FixtureRequest, model: Path) -> Runs:
 EVERY = list(range(20))
 
 
-@pytest.mark.parametrize("overlaps", [False, True], ids=["read first", "handed over"])
-@pytest.mark.parametrize("stages", [2, 3, 4])
+@pytest.mark.parametrize(("stages", "overlaps"), [(2, True), (3, False), (4, True)])
 def test_a_pipeline_gives_the_bits_of_one_rank_through_preemption_chunks_and_hits(
     stages: int, overlaps: bool, runs: Runs
 ) -> None:
@@ -216,7 +215,7 @@ def test_any_pipeline_gives_the_bits_of_one_rank(runs: Runs, **options: Any) -> 
 
 
 @pytest.mark.slow
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
 @given(**ANY)
 def test_many_pipelines_give_the_bits_of_one_rank(runs: Runs, **options: Any) -> None:
     check_any(runs, **options)
@@ -360,7 +359,7 @@ def test_the_rows_of_aborted_sequences_serve_others_while_steps_in_flight_have_t
     assert engine.scheduler.block_manager.num_used == 0
 
 
-@pytest.mark.parametrize("step", [1, 2, 9])
+@pytest.mark.parametrize("step", [2, 9])
 def test_ctrl_c_with_steps_in_flight_leaves_the_engine_whole(
     step: int, llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -463,10 +462,9 @@ def test_no_other_split_has_a_lighter_heaviest_stage(weights: list[int], head: i
 
 
 @pytest.mark.parametrize("name", PRESETS)
-@pytest.mark.parametrize("stages", [2, 3])
-def test_the_stages_of_a_model_have_its_parameters_and_rank_0_fewer_layers(name: str, stages: int) -> None:
+def test_the_stages_of_a_model_have_its_parameters_and_rank_0_fewer_layers(name: str) -> None:
     config = fetch_config(name)
-    chosen = choose_stages(config, stages)
+    chosen = choose_stages(config, 3)
     parts = [Sizes(config, decoder=make_stage_decoder(find_decoder(config), stage)) for stage in chosen]
     assert sum(part.num_parameters for part in parts) == Sizes(config).num_parameters
     num_layers = [len(part.model.layers) for part in parts]

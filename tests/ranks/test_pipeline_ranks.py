@@ -156,7 +156,7 @@ def expect_the_end(llm: LLM, message: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("rank", "overlaps"), [(2, False), (1, False), (2, True)])
+@pytest.mark.parametrize(("rank", "overlaps"), [(1, False), (2, True)])
 def test_a_stage_that_dies_while_the_others_wait_for_it_is_named(
     rank: int, overlaps: bool, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -177,11 +177,11 @@ def test_closing_with_steps_in_flight_waits_for_nobody(
 ) -> None:
     if overlaps:
         monkeypatch.setattr("nanovllm.features.distributed.options.resolve_ranks", resolve_with_overlap)
-    llm = LLM(str(model), pipeline_parallel_size=3, num_kvcache_blocks=24, **OPTIONS)
+    llm = LLM(str(model), pipeline_parallel_size=2, num_kvcache_blocks=24, **OPTIONS)
     pids = llm.engine.runner.pids
     stream = llm.stream(([1, 2, number], SamplingParams(max_tokens=9 + number)) for number in range(9))
     next(stream)
-    assert len(llm.engine._in_flight) == 2 + overlaps
+    assert len(llm.engine._in_flight) == 1 + overlaps
     since = time.monotonic()
     llm.close()
     assert time.monotonic() < since + SOON

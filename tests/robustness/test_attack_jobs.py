@@ -126,7 +126,7 @@ def damaged_results(whole: list[bytes], number: int) -> bytes:
 
 
 def test_damaged_results_are_mended_or_refused_untouched(finished: Finished, log: pytest.LogCaptureFixture) -> None:
-    for number in range(300):
+    for number in range(100):
         damaged = damaged_results(finished.lines, number)
         out = finished.copy(damaged, finished.manifest.read_bytes())
         log.clear()

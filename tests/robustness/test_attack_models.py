@@ -168,15 +168,9 @@ def assert_survives(victim: subprocess.Popen[str], folder: Path, seed: int) -> s
 
 
 def test_damage_is_refused_or_harmless(victim: subprocess.Popen[str], tmp_path: Path) -> None:
+    """test_attack_kills.py has more damage, in a process with less memory."""
     results = [assert_survives(victim, shutil.copytree(BOX_MODEL, tmp_path / str(seed)), seed) for seed in range(12)]
     assert set(results) == {"ok", "refused"}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("tens", range(1, 21))
-def test_two_hundred_damages_are_refused_or_harmless(tens: int, victim: subprocess.Popen[str], tmp_path: Path) -> None:
-    for seed in range(100 * tens, 100 * tens + 10):
-        assert_survives(victim, shutil.copytree(BOX_MODEL, tmp_path / str(seed)), seed)
 
 
 def spoil_experts(folder: Path, rng: random.Random) -> str:
@@ -214,9 +208,9 @@ def test_damaged_quantised_experts_are_refused_or_harmless(
     whole, _ = save_quantised(tmp_path / "model", tmp_path, *CHECKPOINTS[name])
     assert ask_to_load(victim, whole) == "ok"
     results = []
-    for seed in range(8):
+    for seed in range(4):
         folder = Path(shutil.copytree(whole, tmp_path / str(seed)))
-        what = spoil_experts(folder, random.Random(seed))
+        what = spoil_experts(folder, random.Random(f"{name} {seed}"))
         results.append(ask_to_load(victim, folder))
         assert results[-1] in ("ok", "refused"), (seed, what, results[-1])
     assert "refused" in results

@@ -241,9 +241,8 @@ def test_a_page_is_never_written_over_its_trace(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("depth", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_every_step_of_the_page_shows_what_the_engine_met(browser, tmp_path, depth):
-    engine, met, _ = run_small(tmp_path / "run.json", depth=depth)
+def test_every_step_of_the_page_shows_what_the_engine_met(browser, tmp_path):
+    engine, met, _ = run_small(tmp_path / "run.json", depth=2)
     page = Page(browser, tmp_path / "run.json")
     names = ("running", "waiting", "owned", "shared", "cached", "blank", "decode")
     script = "return arguments[0].map((name) => document.getElementById('step-' + name).textContent)"
@@ -605,7 +604,7 @@ def test_a_damaged_trace_is_shown_or_refused_by_a_value_error(tmp_path):
     content = (tmp_path / "run.json").read_bytes()
     events = json.loads(content)
     draw = random.Random(1)
-    files = [damage_events(events, draw) for _ in range(600)] + [damage_bytes(content, draw) for _ in range(200)]
+    files = [damage_events(events, draw) for _ in range(300)] + [damage_bytes(content, draw) for _ in range(100)]
     results = {"shown": 0, "refused": 0}
     for number, damaged in enumerate([*files, *(text.encode() for text in WHOLE_FILES)]):
         (tmp_path / "damaged.json").write_bytes(damaged)
@@ -615,4 +614,4 @@ def test_a_damaged_trace_is_shown_or_refused_by_a_value_error(tmp_path):
         except ValueError as error:
             assert "damaged.json" in str(error) and len(str(error)) < 1000, number
             results["refused"] += 1
-    assert sum(results.values()) == len(files) + len(WHOLE_FILES) and min(results.values()) > 100, results
+    assert sum(results.values()) == len(files) + len(WHOLE_FILES) and min(results.values()) > 50, results
