@@ -274,12 +274,12 @@ def test_wrong_levels_and_unfinished_requests_are_refused(folders: tuple[Path, P
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("backend", "dtype"), [("cpu", "float32"), ("torch", "bfloat16")])
-def test_two_ranks_take_their_shares(backend: str, dtype: str, folders: tuple[Path, Path]) -> None:
-    options = {"attention_backend": backend, "dtype": dtype, "tensor_parallel_size": 2}
-    # Sums of two ranks are other sums, and bfloat16 rounds them: there the fresh engine has two ranks, too.
-    expected = say_fresh(folders[1], **options | ({"tensor_parallel_size": 1} if dtype == "float32" else {}))
-    with LLM(folders[0], **OPTIONS | options) as llm:
+@pytest.mark.parametrize("backend", ["cpu", "torch"])
+def test_two_ranks_take_their_shares(backend: str, folders: tuple[Path, Path]) -> None:
+    """A fresh engine of one rank says the same."""
+    options = {"attention_backend": backend}
+    expected = say_fresh(folders[1], **options)
+    with LLM(folders[0], **OPTIONS | options, tensor_parallel_size=2) as llm:
         before = say(llm)
         with pytest.raises(ValueError, match="not complete"):
             llm.load_weights(read(folders[1])[3:])

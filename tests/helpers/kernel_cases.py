@@ -235,11 +235,11 @@ def decode_lengths(block_size: int, longest: int = 2100) -> list[int]:
 def mixed_lengths(block_size: int, longest: int = 1 << 30) -> tuple[list[int], list[int]]:
     """(query_lens, seq_lens): decodes, then prefills without a prefix, and with prefixes that end at a block's edge.
 
-    One of the prefills has half of a block's tokens and one, but at most `longest`.
+    One of the prefills has half of a block's tokens and one, and another one 33; but at most `longest`.
 
     After block_size - 2 keys the first new token sees all but one of a block: one key too many would be noticed.
     """
-    query_lens = [1, 1, 2, min(block_size // 2 + 1, longest), 33]
+    query_lens = [1, 1, 2, min(block_size // 2 + 1, longest), min(33, longest)]
     prefix_lens = [block_size - 1, 40, 0, block_size - 2, block_size]
     return query_lens, [q + p for q, p in zip(query_lens, prefix_lens, strict=True)]
 

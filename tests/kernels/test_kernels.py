@@ -227,7 +227,7 @@ def test_decode_is_the_reference(
 def test_mixed_step_is_the_reference(
     head_dim: int, group: int, block_size: int, dtype: torch.dtype, kv_dtype: torch.dtype
 ) -> None:
-    query_lens, seq_lens = mixed_lengths(block_size, longest=9)
+    query_lens, seq_lens = mixed_lengths(block_size, longest=17)
     case = attention_case(query_lens, seq_lens, head_dim, group, block_size, dtype, kv_dtype=kv_dtype)
     assert_attends(case, TritonBackend(), attention_tolerance(dtype))
 
@@ -247,7 +247,7 @@ def test_windows_caps_and_sinks_are_the_references(
 ) -> None:
     """Decodes alone, the longest of them split, and decodes beside prompts and their chunks."""
     lengths = [1, block_size - 1, 0, block_size + 1, 400]
-    for query_lens, seq_lens in (([1] * len(lengths), lengths), mixed_lengths(block_size, longest=9)):
+    for query_lens, seq_lens in (([1] * len(lengths), lengths), mixed_lengths(block_size, longest=17)):
         case = attention_case(query_lens, seq_lens, head_dim, group, block_size, dtype, kv_dtype=kv_dtype)
         case = vary_case(case, window, softcap, has_sinks)
         assert_attends(case, TritonBackend(), attention_tolerance(dtype))
