@@ -25,15 +25,16 @@ PARAMS = [
 
 
 def generate(folder: Path, backend: str, draws: bool = False, **options: Any) -> list[list[int]]:
-    """Return the tokens of two greedy requests, and of two that are drawn if `draws`.
+    """Return two tokens of two greedy requests each; or, if `draws`, more tokens of these, and of two that are drawn.
 
     A small token budget cuts the long prompt into chunks: decodes and prefills share steps.
     """
     common = {"device": DEVICE.type, "dtype": "float32", "max_model_len": 128, "num_kvcache_blocks": 40}
     common |= {"kvcache_block_size": 16, "max_num_batched_tokens": 24, "max_num_seqs": 4}
-    count = 4 if draws else 2
+    prompts = PROMPTS if draws else PROMPTS[:2]
+    params: Any = PARAMS if draws else SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
     with LLM(str(folder), attention_backend=backend, **common, **options) as llm:
-        return [output["token_ids"] for output in llm.generate(PROMPTS[:count], PARAMS[:count], use_tqdm=False)]
+        return [output["token_ids"] for output in llm.generate(prompts, params, use_tqdm=False)]
 
 
 @pytest.mark.parametrize(
