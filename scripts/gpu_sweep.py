@@ -245,7 +245,12 @@ def time_filter(top_k: int, top_p: float) -> float:
 
 def sweep_splits(on_gpu: bool, bench: Bench | None) -> Iterator[dict[str, object]]:
     """Check each configuration of the split. If there is a bench, yield what it takes."""
+    checked = set()
     for kv_dtype, (tile, warps, stages), at_once, ahead in list_splits():
+        differences = (kv_dtype, tile, at_once, ahead)
+        if not on_gpu and differences in checked:
+            continue  # the interpreter knows no warps and no stages
+        checked.add(differences)
         with use_split(tile, warps, stages, at_once, ahead):
             check_split(on_gpu, kv_dtype)
             for batch, context in ((1, 1024), (1, 16384), (64, 1024), (256, 1024)) if bench else ():
