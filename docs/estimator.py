@@ -4,6 +4,7 @@ All bytes come from `nanovllm estimate`, and the operations from the benchmark's
 """
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ def run_estimate(name: str, weights: str, dtype: str, max_num_seqs: int = 1, bud
     return estimate(hf_config, config, 1 << 50)
 
 
-def describe_preset(name: str) -> dict[str, Any]:
+def describe_preset(name: str, dtypes: Sequence[str] = DTYPES) -> dict[str, Any]:
     """Return what the page multiplies.
 
     Bytes: `weights`, and of one token `kv`, of one row `state`, by their types. `activation`, of one token of a step,
@@ -56,8 +57,9 @@ def describe_preset(name: str) -> dict[str, Any]:
         num_experts = hf_config.num_experts
         parameters = num_experts * count_expert(expert) * len(model.experts)
         numbers["experts"] = {"parameters": parameters, "number": num_experts, "chosen": model.experts_per_token}
-    for dtype in DTYPES:
-        small = run_estimate(name, "plain", dtype)
+    for dtype in dtypes:
+        found = {weights: run_estimate(name, weights, dtype) for weights in WEIGHTS}
+        small = found["plain"]
         longer = run_estimate(name, "plain", dtype, budget=3)
         wider = run_estimate(name, "plain", dtype, max_num_seqs=2)
         numbers[dtype] = {
@@ -65,13 +67,9 @@ def describe_preset(name: str) -> dict[str, Any]:
             "state": wider.memory.states - small.memory.states,
             "activation": longer.memory.activations - small.memory.activations,
             "logits": wider.memory.activations - small.memory.activations,
-            "weights": {},
-            "formats": {},
+            "weights": {weights: one.memory.weights for weights, one in found.items()},
+            "formats": {weights: one.format for weights, one in found.items()},
         }
-        for weights in WEIGHTS:
-            found = run_estimate(name, weights, dtype)
-            numbers[dtype]["weights"][weights] = found.memory.weights
-            numbers[dtype]["formats"][weights] = found.format
     nothing = Machine(1, 1, 1)
     first = step_cost(model, nothing, [(0, 1)], 1).flops
     second = step_cost(model, nothing, [(1, 1)], 1).flops

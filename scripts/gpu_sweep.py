@@ -119,7 +119,7 @@ def use_cut(columns: int, stages: int, programs: int, ahead: int) -> Iterator[No
 
 def check_cut(on_gpu: bool) -> None:
     """Compare sums in one part and in several with torch's, and with what follows them."""
-    for out_size, in_size in ((200, 1024), (6144, 256)):
+    for out_size, in_size in ((200, 1024), (6144 if on_gpu else 600, 256)):
         weight = (in_size**-0.5 * torch.randn(out_size, in_size)).to(DTYPE if on_gpu else torch.float16)
         weight = weight.to("cuda" if on_gpu else "cpu")
         x = torch.randn(5, in_size).to(weight)
@@ -213,7 +213,8 @@ def time_experts(make: Callable[[Codes], Any], form: tuple[int, int, bool], num_
 def check_split(on_gpu: bool, kv_dtype: torch.dtype) -> None:
     dtype = DTYPE if on_gpu else torch.float16
     stored = dtype if kv_dtype == DTYPE else kv_dtype
-    case = attention_case([1] * 5, [1, 63, 500, 0, 2100], 128, 2, 128, dtype, kv_dtype=stored)
+    lengths = [1, 63, 500, 0, 2100] if on_gpu else [1, 63, 0, 500]
+    case = attention_case([1] * len(lengths), lengths, 128, 2, 128, dtype, kv_dtype=stored)
     assert_attends(case, TritonBackend(), attention_tolerance(dtype))
 
 
@@ -229,7 +230,7 @@ def list_splits() -> Iterator[tuple[torch.dtype, tuple[int, int, int], int, bool
 
 
 def check_filter(on_gpu: bool) -> None:
-    case = sample_case(VOCAB_SIZE if on_gpu else 9000, DTYPE)
+    case = sample_case(VOCAB_SIZE, DTYPE) if on_gpu else sample_case(5000, DTYPE).select(6, 10, 12)
     assert_same_tokens(case, sample(*case.arguments()))
 
 
@@ -244,7 +245,12 @@ def time_filter(top_k: int, top_p: float) -> float:
 
 def sweep_splits(on_gpu: bool, bench: Bench | None) -> Iterator[dict[str, object]]:
     """Check each configuration of the split. If there is a bench, yield what it takes."""
+    checked = set()
     for kv_dtype, (tile, warps, stages), at_once, ahead in list_splits():
+        differences = (kv_dtype, tile, at_once, ahead)
+        if not on_gpu and differences in checked:
+            continue  # the interpreter knows no warps and no stages
+        checked.add(differences)
         with use_split(tile, warps, stages, at_once, ahead):
             check_split(on_gpu, kv_dtype)
             for batch, context in ((1, 1024), (1, 16384), (64, 1024), (256, 1024)) if bench else ():

@@ -199,18 +199,18 @@ def visible(text: str) -> str:
     return short.get(text, text.replace(" ", "␣"))
 
 
-def memory() -> Figure:
+def memory(num_layers: int = 28, num_rounds: int = 15) -> Figure:
     """Draw how long the MLPs of Qwen3-0.6B's 28 layers take. Their 1 GB of weights fits into no processor's cache.
 
     It measures the CPU time of one thread, which other processes disturb least.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    layers = [(torch.randn(6144, 1024), torch.randn(1024, 3072)) for _ in range(28)]
+    layers = [(torch.randn(6144, 1024), torch.randn(1024, 3072)) for _ in range(num_layers)]
     counts = (1, 2, 4, 8, 16, 32)
     measured = dict.fromkeys(counts, float("inf"))
     with torch.inference_mode():
-        for _, n in itertools.product(range(15), counts):  # in turn: a disturbance then hits all counts
+        for _, n in itertools.product(range(num_rounds), counts):  # in turn: a disturbance then hits all counts
             x = torch.randn(n, 1024)
             since = time.process_time()
             for gate_up, down in layers:

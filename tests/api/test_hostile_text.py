@@ -34,7 +34,7 @@ def test_pieces_and_parts_of_hostile_outputs_are_those_of_the_text(tmp_path: Pat
     with LLM(tmp_path, **options) as llm:
         outputs = llm.generate(prompts, params, use_tqdm=False)
         assert sum(output.stop_reason in STOPS for output in outputs) > 5
-        for i in range(60):
+        for i in range(0, 60, 3):
             pieces = list(llm.stream_tokens(prompts[i], params[i]))
             assert "".join(pieces) == outputs[i].text
     with LLM(tmp_path, **options, reasoning_parser="qwen3") as llm:

@@ -5,7 +5,7 @@ import random
 import signal
 import subprocess
 import sys
-from functools import partial
+from functools import partial, partialmethod
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +21,7 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
 from nanovllm import LLM
+from nanovllm.apps.cli import main
 from nanovllm.lm_eval import NanoVLLM
 
 TOLERANCE = 1e-3
@@ -196,43 +197,39 @@ def test_the_six_lines_of_the_docs_run(tasks: Path, monkeypatch: pytest.MonkeyPa
     assert "acc,none" in names["results"]["results"]["sums"]
 
 
-@pytest.mark.slow
-def test_the_command_is_the_harnesss_own_with_our_model(tasks: Path, tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "nanovllm",
-        "eval",
-        "--model",
-        str(BOX_MODEL),
-        "dtype=float32",
-        "max_model_len=192",
-    ]
+def test_the_command_is_the_harnesss_own_with_our_model(
+    tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In this process, which has imported the harness. Its own tasks are not read."""
+    monkeypatch.setattr(TaskManager, "__init__", partialmethod(TaskManager.__init__, include_defaults=False))
+    monkeypatch.setattr(sys, "argv", [])  # the command sets it
+    command = ["eval", "--model", str(BOX_MODEL), "dtype=float32", "max_model_len=192"]
     options = ["--include_path", str(tasks), "--tasks", "answers", "--limit", "2", "--output_path", str(tmp_path)]
-    done = subprocess.run([*command, *options, "--apply_chat_template"], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert "exact_match" in done.stdout and "nanovllm" in done.stdout
+    assert main([*command, *options, "--apply_chat_template"]) == 0
+    printed = capsys.readouterr().out
+    assert "exact_match" in printed and "nanovllm" in printed
     (results,) = tmp_path.rglob("results_*.json")
     assert json.loads(results.read_text())["results"]["answers"]["exact_match,none"] >= 0.5
 
 
+WITHOUT_DEFAULTS = """
+from functools import partialmethod
+from lm_eval.tasks import TaskManager
+from nanovllm.apps.cli import run
+TaskManager.__init__ = partialmethod(TaskManager.__init__, include_defaults=False)
+run()
+"""
+
+
 @pytest.mark.slow
 def test_ctrl_c_ends_an_evaluation_within_seconds_without_results(tasks: Path, tmp_path: Path) -> None:
-    """3,000 questions, so that it is under way when the signal comes."""
+    """3,000 questions, so that it is under way when the signal comes. The harness's own tasks are not read."""
     rows = [{"a": a, "b": b, "choices": [], "answer": 0} for a in range(50) for b in range(60)]
     (tmp_path / "many.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     task = (tasks / "answers.yaml").read_text().replace(str(tasks / "SUMS.jsonl"), str(tmp_path / "many.jsonl"))
     (tmp_path / "many.yaml").write_text(task.replace("task: answers", "task: many"))
-    command = [
-        sys.executable,
-        "-m",
-        "nanovllm",
-        "eval",
-        "--model",
-        str(BOX_MODEL),
-        "dtype=float32",
-        "max_model_len=192",
-    ]
+    command = [sys.executable, "-c", WITHOUT_DEFAULTS, "eval", "--model", str(BOX_MODEL)]
+    command += ["dtype=float32", "max_model_len=192"]
     options = ["--include_path", str(tmp_path), "--tasks", "many", "--output_path", str(tmp_path / "results")]
     process = subprocess.Popen([*command, *options], stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
@@ -275,8 +272,6 @@ def test_an_interrupted_evaluation_leaves_a_model_that_evaluates(
 
 
 def test_a_flag_that_no_command_knows_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    from nanovllm.apps.cli import main
-
     with pytest.raises(SystemExit):
         main(["estimate", "qwen3-8b", "--gpu-memory", "80GB", "--tasks", "x"])
     assert "--tasks" in capsys.readouterr().err

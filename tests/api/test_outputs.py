@@ -195,7 +195,7 @@ def test_a_repeated_stop_string_ends_at_its_first(llm: LLM) -> None:
     st.lists(st.text("aé☃x\ufffd", min_size=1, max_size=3), min_size=1, max_size=3),
     st.booleans(),
 )
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 def test_stop_strings_are_found_in_any_tokens(token_ids: list[int], stop: list[str], skip: bool) -> None:
     """Random bytes are mostly no UTF-8. Nothing raises, and the text before a match is the decoded text's.
 
@@ -294,7 +294,7 @@ def test_a_text_is_the_pieces_that_its_tokens_add(reciter: Path) -> None:
     tokenizer = ModelTokenizer(reciter)
     tokenizer._backend = make_fallback_tokenizer()
     rng = random.Random(0)
-    for _ in range(1000):
+    for _ in range(200):
         ids = [*rng.choices(range(259), k=4), *"aé你😀".encode()]
         prompt = rng.choices(ids, k=rng.randint(1, 4))
         token_ids = rng.choices(ids, k=rng.randint(1, 99))
@@ -311,7 +311,7 @@ def test_bytes_that_are_no_text_leave_a_decoder_that_falls_back_to_bytes_its_sto
     """After "#" as a byte and bytes that are no text it would take "#" back, for which tokenizers raises."""
     tokenizer = make_fallback_tokenizer()
     rng = random.Random(0)
-    for _ in range(300):
+    for _ in range(100):
         matcher = StopStringMatcher(tokenizer, SamplingParams(stop="stop"), rng.choices(range(257), k=2))
         assert not any(matcher.feed(token_id) for token_id in rng.choices(range(257), k=20))
         assert matcher.feed(257)
@@ -750,18 +750,10 @@ def test_tqdms_variable_hides_every_bar() -> None:
         "llm = LLM('tiny-qwen3', device='cpu', max_model_len=128)\n"
         "assert len(llm.generate(['a', 'b'])) == 2\n"
     )
-    shown = [
-        subprocess.run(
-            [sys.executable, "-c", code],
-            env=os.environ | variable,
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=True,
-        ).stderr
-        for variable in ({}, {"TQDM_DISABLE": "1"})
-    ]
-    assert "2/2" in shown[0] and shown[1] == ""
+    environment = os.environ | {"TQDM_DISABLE": "1"}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=True)
+    assert done.stderr == "", "without the variable there is a bar, as a test above says"
     for path in (ROOT / "nanovllm").rglob("*.py"):
         assert "disable=" not in path.read_text(), f"{path} makes a bar without hide_unless()"
 

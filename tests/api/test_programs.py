@@ -8,6 +8,7 @@ import fcntl
 import json
 import os
 import subprocess
+import sys
 import sysconfig
 import venv
 from typing import Any
@@ -41,11 +42,12 @@ def make_environment(name: str, tmp_path_factory: pytest.TempPathFactory) -> str
     with (shared / f"{name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not refusal.exists():
-            venv.create(folder, with_pip=True)
+            venv.create(folder)
             (packages,) = folder.glob("lib/python*/site-packages")
             (packages / "shared.pth").write_text(sysconfig.get_path("purelib") + "\n")
             wanted = [f"{package}=={version}" for package, version in ENVIRONMENTS[name].items()]
-            command = [str(python), "-m", "pip", "install", "-q", "--no-compile", "--retries", "1", *wanted]
+            pip = [sys.executable, "-m", "pip", "--python", str(python)]
+            command = [*pip, "install", "-q", "--no-compile", "--retries", "1", *wanted]
             done = subprocess.run(command, capture_output=True, text=True, timeout=900)
             errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
             refusal.write_text("" if done.returncode == 0 else (errors or ["pip has failed"])[-1])

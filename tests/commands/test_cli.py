@@ -181,21 +181,29 @@ cli.run()
     assert (done.returncode, done.stdout, done.stderr) == (status, printed, "")
 
 
-@pytest.mark.parametrize("unbuffered", ["", "1"])
+ESTIMATE = "-m nanovllm estimate qwen3-8b --gpu-memory 80GB"
+PRINT = "-c 'from nanovllm.apps import cli; cli.main = lambda: cli._set_up_logging() or print(5) or 0; cli.run()'"
+"""A command that prints as any other, and imports no torch."""
+FULL = "ERROR standard output cannot be written: No space left on device\n"
+CLOSED = "ERROR standard output cannot be written: Bad file descriptor\n"
+
+
 @pytest.mark.parametrize(
-    ("redirection", "message"),
+    ("command", "redirection", "unbuffered", "message"),
     [
-        ("> /dev/full", "ERROR standard output cannot be written: No space left on device\n"),
-        (">&-", "ERROR standard output cannot be written: Bad file descriptor\n"),
-        ("| true", ""),
+        (ESTIMATE, "> /dev/full", "", FULL),
+        (PRINT, "> /dev/full", "1", FULL),
+        (PRINT, ">&-", "", CLOSED),
+        (PRINT, ">&-", "1", CLOSED),
+        (PRINT, "| true", "", ""),
+        (ESTIMATE, "| true", "1", ""),
     ],
-    ids=["full", "closed", "its reader has gone"],
+    ids=["full", "full, unbuffered", "closed", "closed, unbuffered", "no reader", "no reader, unbuffered"],
 )
 def test_an_answer_that_cannot_be_written_is_status_3_and_no_traceback(
-    redirection: str, message: str, unbuffered: str
+    command: str, redirection: str, unbuffered: str, message: str
 ) -> None:
-    command = f"sleep 0.2; {sys.executable} -m nanovllm estimate qwen3-8b --gpu-memory 80GB"
-    script = f"({command}) {redirection}; exit ${{PIPESTATUS[0]}}"
+    script = f"(sleep 0.2; {sys.executable} {command}) {redirection}; exit ${{PIPESTATUS[0]}}"
     environment = os.environ | {"PYTHONUNBUFFERED": unbuffered}
     done = subprocess.run(["bash", "-c", script], env=environment, stderr=subprocess.PIPE, text=True)
     assert (done.returncode, done.stderr) == (Status.OUTPUT_FAILED, message)

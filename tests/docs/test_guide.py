@@ -8,6 +8,7 @@ import subprocess
 import sys
 from code import InteractiveConsole
 from contextlib import redirect_stderr, redirect_stdout
+from functools import partial
 from io import StringIO
 from pathlib import Path
 
@@ -326,10 +327,12 @@ def test_no_picture_has_text_below_11_pixels():
 
 
 @pytest.mark.slow
-def test_every_picture_of_the_guide_is_drawn_by_one_command(tmp_path):
+def test_every_picture_of_the_guide_is_drawn_by_one_command(tmp_path, monkeypatch):
+    """The times of a gigabyte of weights are measured with two layers, and once."""
     pytest.importorskip("matplotlib")
     from docs.guide import draw
 
+    monkeypatch.setitem(draw.PICTURES, "3-memory", partial(draw.memory, num_layers=2, num_rounds=1))
     draw.main(["-o", str(tmp_path), *draw.PICTURES, "engine"])
     pictures = {
         target

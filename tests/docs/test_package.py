@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -25,10 +25,11 @@ CPU = torch.device("cpu")
 HEAVY = ("torch", "triton", "flash_attn", "transformers", "numpy", "tokenizers", "huggingface_hub")
 
 
-def python(code: str, *options: str, **environment: str) -> str:
+def python(code: str, *arguments: str, options: Sequence[str] = (), **environment: str) -> str:
     """Return what a fresh interpreter prints; a failure shows its stderr."""
     env = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
-    done = subprocess.run([sys.executable, *options, "-c", code], env=env, capture_output=True, text=True, timeout=300)
+    command = [sys.executable, *options, "-c", code, *arguments]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
@@ -46,9 +47,9 @@ def test_importing_the_package_leaves_pythons_finders_alone() -> None:
 MODULES = find_modules(ROOT / "nanovllm")
 
 
-@pytest.mark.parametrize("module", [name for name in MODULES if name.startswith("nanovllm.engine")])
-def test_planning_needs_no_torch(module: str) -> None:
-    python(f"import sys; sys.modules['torch'] = None; import {module}")  # None: importing it is an ImportError
+def test_planning_needs_no_torch() -> None:
+    modules = ", ".join(name for name in MODULES if name.startswith("nanovllm.engine"))
+    python(f"import sys; sys.modules['torch'] = None; import {modules}")  # None: importing it is an ImportError
 
 
 def feature_of(module: str) -> str | None:
@@ -73,28 +74,40 @@ def test_only_tables_import_by_name() -> None:
             assert not re.search(r"import_module|__import__|resolve_name", source), module
 
 
-@pytest.mark.parametrize(
-    ("backend", "loaded"),
-    [("torch", set()), ("cpu", {"backends/cpu"}), ("triton", {"backends/gpu"})],
-)
-def test_a_process_loads_the_device_that_it_has_chosen_and_no_feature(backend: str, loaded: set[str]) -> None:
+GENERATE = """
+import os
+import sys
+import torch, transformers
+from transformers import AutoConfig, AutoTokenizer  # children have them then
+
+for backend in sys.argv[1:]:
+    if os.fork() == 0:
+        from nanovllm import LLM, SamplingParams
+        with LLM("tiny-qwen3", device="cpu", attention_backend=backend, max_model_len=64) as llm:
+            llm.generate([[5]], SamplingParams(1.0, 2), use_tqdm=False)
+        print(backend, *(name for name in sys.modules if name.startswith("nanovllm.")), flush=True)
+        os._exit(0)
+    assert os.wait()[1] == 0
+"""
+
+
+def test_a_process_loads_the_device_that_it_has_chosen_and_no_feature() -> None:
     """By the package's own modules that are there after `generate`."""
-    if find_backend(backend, CPU).why_cannot(CPU) is not None:  # type: ignore[union-attr]
-        pytest.skip(f"the {backend} backend does not run here")
-    code = (
-        "import sys; from nanovllm import LLM, SamplingParams\n"
-        f"with LLM('tiny-qwen3', device='cpu', attention_backend='{backend}', max_model_len=64) as llm:\n"
-        "    llm.generate([[5]], SamplingParams(1.0, 3), use_tqdm=False)\n"
-        "print(*(name for name in sys.modules if name.startswith('nanovllm.')))"
-    )
-    modules = python(code).split()
-    assert {found for name in modules if (found := feature_of(name))} == loaded
+    loaded: dict[str, set[str]] = {"torch": set(), "cpu": {"backends/cpu"}, "triton": {"backends/gpu"}}
+    for backend in list(loaded):
+        if find_backend(backend, CPU).why_cannot(CPU) is not None:  # type: ignore[union-attr]
+            del loaded[backend]
+    lines = python(GENERATE, *loaded).splitlines()
+    for line, (backend, expected) in zip(lines, loaded.items(), strict=True):
+        name, *modules = line.split()
+        assert name == backend
+        assert {found for module in modules if (found := feature_of(module))} == expected, backend
 
 
 def test_the_version_is_known_from_source_without_installation() -> None:
     """No site-packages, so no metadata of an installed distribution either."""
     code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import nanovllm; print(nanovllm.__version__)"
-    version = python(code, "-I", "-S")
+    version = python(code, options=["-I", "-S"])
     assert version.count(".") >= 1
     assert version in (ROOT / "nanovllm" / "version.py").read_text()
 
@@ -306,10 +319,11 @@ SamplingParams(temprature=1.0)
 @pytest.mark.slow
 def test_a_type_checker_finds_the_package_as_it_is_installed_for_work(tmp_path: Path) -> None:
     """It does not run the hooks that an editable install may be made of; needs the network for setuptools."""
-    subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "venv")], check=True)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "venv")], check=True)
     interpreter = tmp_path / "venv" / "bin" / "python"
     uses = tmp_path / "uses.py"
-    install = [interpreter, "-m", "pip", "install", "--quiet", "--no-deps", "--editable", ROOT]
+    pip = [sys.executable, "-m", "pip", "--python", str(interpreter)]
+    install = [*pip, "install", "--quiet", "--no-deps", "--editable", ROOT]
     done = subprocess.run(install, capture_output=True, text=True)
     if done.returncode and "setuptools" in done.stderr:
         pytest.skip("setuptools cannot be had")

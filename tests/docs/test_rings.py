@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,7 @@ def test_the_first_screen_of_the_package_is_small() -> None:
 USES = """
 import json
 import traceback
+import nanovllm
 from nanovllm import LLM, SamplingParams
 
 OPTIONS = {"device": "cpu", "attention_backend": "torch", "max_model_len": 128, "max_num_seqs": 4}
@@ -81,8 +83,36 @@ for name, use in uses.items():
         use()
     except Exception:
         failed[name] = traceback.format_exc()
+print(nanovllm.__file__)
 print(json.dumps(failed))
 """
+
+FORKER = """
+import os
+import signal
+import sys
+import traceback
+import huggingface_hub, numpy, safetensors.torch, tokenizers, torch, transformers
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
+
+for line in sys.stdin:
+    child = os.fork()
+    if child == 0:
+        signal.alarm(600)
+        os.chdir(line.strip())
+        sys.path.insert(0, line.strip())
+        try:
+            exec(sys.argv[1], {"__name__": "__main__"})
+        except BaseException:
+            print(traceback.format_exc())
+        finally:
+            sys.stdout.flush()
+            os._exit(0)
+    os.waitpid(child, 0)
+    print("END", flush=True)
+"""
+"""Runs the uses in a copy of the package, whose folder is a line of the input: in a child, which finds torch and
+transformers imported, and this package not."""
 
 OWN_USES = {
     "conversations": {"chat"},
@@ -106,9 +136,23 @@ def list_removable() -> list[str]:
     ]
 
 
+@pytest.fixture(scope="module")
+def forker(tmp_path_factory: pytest.TempPathFactory) -> Iterator["subprocess.Popen[str]"]:
+    command = [sys.executable, "-c", FORKER, USES]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    pipe = subprocess.PIPE
+    place = tmp_path_factory.mktemp("empty")
+    with subprocess.Popen(command, cwd=place, env=environment, stdin=pipe, stdout=pipe, text=True) as process:
+        yield process
+        assert process.stdin is not None
+        process.stdin.close()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", list_removable())
-def test_whoever_deletes_a_feature_deletes_that_feature_alone(tmp_path: Path, name: str) -> None:
+def test_whoever_deletes_a_feature_deletes_that_feature_alone(
+    forker: "subprocess.Popen[str]", tmp_path: Path, name: str
+) -> None:
     """Ten uses run in a copy of the package without that folder or file. Only the feature's own uses fail."""
     shutil.copytree(PACKAGE, tmp_path / "nanovllm", ignore=shutil.ignore_patterns("__pycache__"))
     place = tmp_path / "nanovllm" / name
@@ -116,9 +160,14 @@ def test_whoever_deletes_a_feature_deletes_that_feature_alone(tmp_path: Path, na
         shutil.rmtree(place)
     else:
         place.unlink()
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    command = [sys.executable, "-c", USES]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
-    failed = json.loads(done.stdout.splitlines()[-1])
+    assert forker.stdin is not None and forker.stdout is not None
+    forker.stdin.write(f"{tmp_path}\n")
+    forker.stdin.flush()
+    printed = []
+    while (line := forker.stdout.readline()) != "END\n":
+        assert line, "the process has ended"
+        printed.append(line)
+    *_, where, failures = ["", *printed]
+    assert Path(where.strip()).is_relative_to(tmp_path), "".join(printed)
+    failed = json.loads(failures)
     assert set(failed) == OWN_USES.get(Path(name).stem, set()), "\n".join(failed.values())

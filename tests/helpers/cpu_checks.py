@@ -168,7 +168,7 @@ def assert_attends_alike(
 ) -> None:
     """The kernels attend as the references do. kv_dtype is the type of the cache; None: dtype."""
     block_size = shape[2]
-    decodes = [n for n in decode_lengths(block_size) if n]
+    decodes = [n for n in decode_lengths(block_size, longest=600) if n]  # some tiles of keys
     how = (shape, dtype, kv_dtype or dtype, variant)
     for query_lens, seq_lens in (mixed_lengths(block_size), ([1] * len(decodes), decodes)):
         got = attend_after_storing(backend, query_lens, seq_lens, *how)
@@ -276,7 +276,7 @@ def check_edited_logits(backend: CpuBackend) -> None:
 
 def check_sampled_tokens(backend: CpuBackend, vocab_size: int, dtype: torch.dtype) -> None:
     """Sampled tokens are those of the reference, with and without ties."""
-    for seed, ties in itertools.product(range(4), (False, True)):
+    for seed, ties in itertools.product(range(4 if vocab_size < 100_000 else 1), (False, True)):
         case = sample_case(vocab_size, dtype, ties=ties, device=CPU, seed=seed)
         # Sums run in another order: a draw within 1e-6 of a boundary could fall on its other side; none of these does.
         assert_same_tokens(case, backend.sample(*case.arguments()))

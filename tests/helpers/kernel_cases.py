@@ -227,17 +227,19 @@ def give_variant(variant: AttentionVariant | None) -> Iterator[None]:
         yield
 
 
-def decode_lengths(block_size: int) -> list[int]:
-    """Lengths at the edges of blocks, padding, and one long enough to be split several times."""
-    return [1, block_size - 1, block_size, 0, block_size + 1, 2100]
+def decode_lengths(block_size: int, longest: int = 2100) -> list[int]:
+    """Lengths at the edges of blocks, padding, and one long enough to be split."""
+    return [1, block_size - 1, block_size, 0, block_size + 1, longest]
 
 
-def mixed_lengths(block_size: int) -> tuple[list[int], list[int]]:
+def mixed_lengths(block_size: int, longest: int = 1 << 30) -> tuple[list[int], list[int]]:
     """(query_lens, seq_lens): decodes, then prefills without a prefix, and with prefixes that end at a block's edge.
+
+    One of the prefills has half of a block's tokens and one, and another one 33; but at most `longest`.
 
     After block_size - 2 keys the first new token sees all but one of a block: one key too many would be noticed.
     """
-    query_lens = [1, 1, 2, block_size // 2 + 1, 33]
+    query_lens = [1, 1, 2, min(block_size // 2 + 1, longest), min(33, longest)]
     prefix_lens = [block_size - 1, 40, 0, block_size - 2, block_size]
     return query_lens, [q + p for q, p in zip(query_lens, prefix_lens, strict=True)]
 
@@ -278,6 +280,11 @@ class SampleCase:
     table: Tensor
     rows: Tensor
     positions: Tensor
+
+    def select(self, *requests: int) -> "SampleCase":
+        """Return the rows of some of _REQUESTS alone: Triton's interpreter takes half a second for a row."""
+        kept = torch.tensor(requests, device=self.logits.device)
+        return SampleCase(self.logits[kept], self.table, self.rows[kept], self.positions[kept])
 
     def arguments(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         return self.logits, self.table, self.rows, self.positions

@@ -94,9 +94,8 @@ def test_the_assembly_reads_every_code_as_its_number() -> None:
     assert numbers.isfinite().all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, HALF])
 @pytest.mark.parametrize(("in_size", "group_size"), [(200, 0), (256, 128), (320, 128), (256, 32)])
-@pytest.mark.parametrize("num_rows", [5, 40, 129])
+@pytest.mark.parametrize(("num_rows", "dtype"), [(5, HALF), (40, torch.float32), (129, HALF)])
 def test_products_are_those_of_the_dequantised_matrix(
     num_rows: int, in_size: int, group_size: int, dtype: torch.dtype
 ) -> None:
@@ -132,8 +131,9 @@ def test_rows_are_those_of_the_dequantised_matrix(group_size: int) -> None:
     assert torch.equal(TritonMatrix(codes, HALF).rows(indices), codes.dequantize()[indices].to(HALF))
 
 
-@pytest.mark.parametrize("gather", [True, False])
-@pytest.mark.parametrize(("num_tokens", "num_experts", "group_size"), [(1, 5, 128), (40, 3, 0), (150, 2, 128)])
+@pytest.mark.parametrize(
+    ("num_tokens", "num_experts", "group_size", "gather"), [(1, 5, 128, True), (40, 3, 0, False), (150, 2, 128, True)]
+)
 def test_experts_products_are_their_reference(num_tokens: int, num_experts: int, group_size: int, gather: bool) -> None:
     codes = make_floats((num_experts, 40, 256), group_size)
     slots = torch.arange(num_tokens, device=DEVICE)

@@ -144,9 +144,18 @@ def make_routing(num_tokens: int, num_experts: int) -> Routing:
     return route_reference(randn(num_tokens, num_experts, seed=3), 2, True, slots)
 
 
-@pytest.mark.parametrize(("bits", "group_size", "has_zeros"), [FORMS[0], FORMS[1], FORMS[3], FORMS[4]])
 @pytest.mark.parametrize(
-    ("num_tokens", "num_experts", "gather"), [(1, 5, True), (40, 3, False), (150, 2, True), (520, 2, False)]
+    ("num_tokens", "num_experts", "bits", "group_size", "has_zeros", "gather"),
+    [
+        (1, 5, *FORMS[0], True),
+        (1, 5, *FORMS[3], False),
+        (40, 3, *FORMS[1], False),
+        (40, 3, *FORMS[4], True),
+        (150, 2, *FORMS[3], True),
+        (150, 2, *FORMS[1], False),
+        (520, 2, *FORMS[4], False),
+        (520, 2, *FORMS[0], True),
+    ],
 )
 def test_experts_products_have_the_bits_of_those_code_by_code(
     num_tokens: int, num_experts: int, bits: int, group_size: int, has_zeros: bool, gather: bool

@@ -24,10 +24,17 @@ PARAMS = [
 ]
 
 
-def generate(folder: Path, backend: str, **options: Any) -> list[list[int]]:
+def generate(folder: Path, backend: str, draws: bool = False, **options: Any) -> list[list[int]]:
+    """Return two tokens of two greedy requests each; or, if `draws`, more tokens of these, and of two that are drawn.
+
+    A small token budget cuts the long prompt into chunks: decodes and prefills share steps.
+    """
     common = {"device": DEVICE.type, "dtype": "float32", "max_model_len": 128, "num_kvcache_blocks": 40}
+    common |= {"kvcache_block_size": 16, "max_num_batched_tokens": 24, "max_num_seqs": 4}
+    prompts = PROMPTS if draws else PROMPTS[:2]
+    params: Any = PARAMS if draws else SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
     with LLM(str(folder), attention_backend=backend, **common, **options) as llm:
-        return [output["token_ids"] for output in llm.generate(PROMPTS, PARAMS, use_tqdm=False)]
+        return [output["token_ids"] for output in llm.generate(prompts, params, use_tqdm=False)]
 
 
 @pytest.mark.parametrize(
@@ -43,13 +50,11 @@ def test_tokens_on_triton_are_those_on_torch(
     tmp_path: Path, changes: dict[str, int], kv_cache_dtype: str, variant: AttentionVariant | None
 ) -> None:
     """In float32, so that the two differ by a few units in the last place, far less than the gaps between logits.
-    So does a code that is the next one, in int8.
-
-    A small token budget cuts the long prompt into chunks: decodes and prefills share steps.
+    So does a code that is the next one, in int8. The sampler is the same in all cases.
     """
     save_random(tmp_path, seed=1, **changes)
-    options: dict[str, Any] = {"kvcache_block_size": 16, "max_num_batched_tokens": 24, "max_num_seqs": 4}
-    options["kv_cache_dtype"] = kv_cache_dtype
+    options: dict[str, Any] = {"kv_cache_dtype": kv_cache_dtype}
+    options["draws"] = not changes and kv_cache_dtype == "auto"
     with give_variant(variant):
         tokens = generate(tmp_path, "torch", **options)
         assert generate(tmp_path, "triton", **options) == tokens
@@ -63,8 +68,7 @@ def test_quantised_tokens_on_triton_are_those_on_torch(tmp_path: Path, quantizat
     """The first layer is dense, and the second one has experts."""
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "mlp_only_layers": [0]}
     save_random(tmp_path, seed=1, model_class=Qwen3MoeForCausalLM, **experts)
-    options: dict[str, Any] = {"kvcache_block_size": 16, "max_num_batched_tokens": 24, "max_num_seqs": 4}
-    options["quantization"] = quantization
+    options = {"quantization": quantization}
     assert generate(tmp_path, "triton", **options) == generate(tmp_path, "torch", **options)
 
 
@@ -76,8 +80,7 @@ def test_rounded_inputs_meet_the_codes_of_checkpoints_as_on_torch(tmp_path: Path
     experts |= {"model_class": Qwen3MoeForCausalLM, "mlp_only_layers": [0]}
     save_random(tmp_path / "whole", seed=1, **(experts if name == "awq" else {}))
     quantised, _ = save_quantised(tmp_path / "whole", tmp_path, *CHECKPOINTS[name])
-    options: dict[str, Any] = {"kvcache_block_size": 16, "max_num_batched_tokens": 24, "max_num_seqs": 4}
-    options["quantization"] = "int8-dynamic"
+    options = {"quantization": "int8-dynamic"}
     assert generate(quantised, "triton", **options) == generate(quantised, "torch", **options)
 
 
@@ -87,15 +90,13 @@ def test_tokens_of_fp8_codes_on_triton_are_those_on_torch(tmp_path: Path) -> Non
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "mlp_only_layers": [0]}
     save_random(tmp_path / "whole", seed=1, model_class=Qwen3MoeForCausalLM, **experts)
     quantised, means = save_quantised(tmp_path / "whole", tmp_path, *CHECKPOINTS["fp8 blocks"])
-    options = {"kvcache_block_size": 16, "max_num_batched_tokens": 24, "max_num_seqs": 4}
-    assert generate(quantised, "triton", quantization="fp8-codes", **options) == generate(means, "torch", **options)
+    assert generate(quantised, "triton", quantization="fp8-codes") == generate(means, "torch")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["awq", "gptq desc_act", pytest.param("gptq 8 bits", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["awq", "gptq desc_act", "gptq 8 bits"])
 def test_tokens_of_quantised_checkpoints_on_triton_are_those_on_torch(tmp_path: Path, name: str) -> None:
     """Groups with zeros, and columns that are sorted by their group. Qwen2's projections have a bias."""
     save_random(tmp_path / "whole", seed=1, model_class=Qwen2ForCausalLM, num_hidden_layers=1)
     quantised, means = save_quantised(tmp_path / "whole", tmp_path, *CHECKPOINTS[name])
-    options = {"kvcache_block_size": 16, "max_num_batched_tokens": 24, "max_num_seqs": 4}
-    assert generate(quantised, "triton", **options) == generate(means, "torch", **options)
+    assert generate(quantised, "triton") == generate(means, "torch")
