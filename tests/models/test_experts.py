@@ -118,8 +118,8 @@ def fuse(folder: Path, experts: int) -> None:
     save_file(fused, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_both_forms_of_checkpoint_are_loaded(ranks: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_both_forms_of_checkpoint_are_loaded(ranks: int, local_ranks: None, tmp_path: Path) -> None:
     model = save(tmp_path)
     expected = None
     for form in ("one tensor an expert", "one for all"):

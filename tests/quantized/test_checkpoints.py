@@ -41,9 +41,6 @@ from nanovllm.models.sizes import Sizes
 
 GOLDEN = Path(__file__).parent / "golden"
 CODED = [name for name in CHECKPOINTS if not name.startswith("fp8")]
-PLAIN = ["packed with zeros"]
-"""Formats whose ranks are tested plainly; the others are slow tests."""
-OTHERS = [name for name in CHECKPOINTS if name not in PLAIN]
 OPTIONS = SMALL | {"device": "cpu", "attention_backend": "torch"}
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
 FAMILIES = {
@@ -172,10 +169,9 @@ def test_other_families(name: str, family: str, kernels: str, tmp_path: Path) ->
     assert run(quantised, attention_backend=kernels) == run(means)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [*PLAIN, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
+@pytest.mark.parametrize("name", CHECKPOINTS)
 @pytest.mark.parametrize("kernels", ["cpu"], indirect=True)
-def test_ranks_and_stages(name: str, kernels: str, tmp_path: Path) -> None:
+def test_ranks_and_stages(name: str, kernels: str, local_ranks: None, tmp_path: Path) -> None:
     save_random(tmp_path / "model", intermediate_size=128)
     quantised, means = save_quantised(tmp_path / "model", tmp_path, *CHECKPOINTS[name])
     expected = run(means)
@@ -186,6 +182,7 @@ def test_ranks_and_stages(name: str, kernels: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_ranks_that_cut_groups_keep_the_groups_scales(tmp_path: Path) -> None:
+    """The ranks are processes, as a user has them."""
     save_random(tmp_path / "model", intermediate_size=192)
     config, _ = CHECKPOINTS["packed with zeros"]
     wide = config | scheme(num_bits=4, strategy="group", group_size=64, symmetric=False)
@@ -276,8 +273,7 @@ def test_fp8_keeps_its_byte_if_asked(name: str, family: str | None, tmp_path: Pa
             llm.load_weights([])
 
 
-@pytest.mark.slow
-def test_ranks_share_what_stays_in_fp8(tmp_path: Path) -> None:
+def test_ranks_share_what_stays_in_fp8(local_ranks: None, tmp_path: Path) -> None:
     save_random(tmp_path / "model", intermediate_size=128)
     quantised, means = save_quantised(tmp_path / "model", tmp_path, *FP8_FORMS["fp8 blocks"])
     assert run(quantised, quantization="fp8-codes", tensor_parallel_size=2) == run(means)
