@@ -116,7 +116,7 @@ FAST = 8
 """Drawn models that are tested plainly; the others are slow tests."""
 
 
-@pytest.mark.parametrize("seed", [*range(FAST), *(pytest.param(i, marks=pytest.mark.slow) for i in range(FAST, 40))])
+@pytest.mark.parametrize("seed", [*range(FAST), *(pytest.param(i, marks=pytest.mark.slow) for i in range(FAST, 20))])
 def test_drawn_models_say_what_transformers_says(seed: int, tmp_path: Path) -> None:
     """They preempt, and compute long prompts in chunks."""
     model = save_sparse_hybrid(tmp_path, **draw_changes(seed))
