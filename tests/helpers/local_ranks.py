@@ -25,7 +25,7 @@ from nanovllm.load import make_runner
 from nanovllm.models.layers.parallel import Parallel
 from nanovllm.models.model_config import load_model_config
 from nanovllm.runner.kv_memory import make_cache
-from nanovllm.runner.model_runner import ModelRunner
+from nanovllm.runner.model_runner import LaunchedLayers, ModelRunner
 from nanovllm.runner.sampler import StepEdits
 
 
@@ -107,8 +107,8 @@ class LocalRanks:
         self._renewals = [RankRenewal(runner) for runner in self.runners[1:]]
         self._threads = ThreadPoolExecutor(size)
 
-    def _run(self, *calls: Callable[[], Any]) -> Any:
-        """Call a function for each rank, all at once, and return what rank 0's returns."""
+    def _start(self, *calls: Callable[[], Any]) -> list[Future[Any]]:
+        """Call a function for each rank, all at once."""
 
         def call(function: Callable[[], Any]) -> Any:
             try:
@@ -117,21 +117,40 @@ class LocalRanks:
                 self.parallels[0].abort()
                 raise
 
-        futures: list[Future[Any]] = [self._threads.submit(call, function) for function in calls]
+        return [self._threads.submit(call, function) for function in calls]
+
+    def _end(self, futures: list[Future[Any]]) -> Any:
+        """Wait until all ranks are done, and return what the first of them returns."""
         wait(futures)
         errors = [error for future in futures if (error := future.exception()) is not None]
         for error in sorted(errors, key=lambda error: isinstance(error, BrokenBarrierError)):
             raise error  # if one failed by itself, it is the first
         return futures[0].result()
 
+    def _run(self, *calls: Callable[[], Any]) -> Any:
+        return self._end(self._start(*calls))
+
     def make_cache(self) -> int:
         num_blocks: int = self._run(*(lambda runner=runner: make_cache(runner) for runner in self.runners))
         return num_blocks
 
-    def launch(self, plan: StepPlan, edits: StepEdits | None = None) -> Handle:
+    def _follow(self, plan: StepPlan) -> list[Callable[[], Handle]]:
+        """Return the calls by which the ranks but 0 run a step."""
         message = pack_plan(plan)
-        others = (lambda runner=runner: runner.launch(unpack_plan(message)) for runner in self.runners[1:])
-        handle: Handle = self._run(lambda: self.local.launch(plan, edits), *others)
+        return [lambda runner=runner: runner.launch(unpack_plan(message)) for runner in self.runners[1:]]
+
+    def launch(self, plan: StepPlan, edits: StepEdits | None = None) -> Handle:
+        handle: Handle = self._run(lambda: self.local.launch(plan, edits), *self._follow(plan))
+        return handle
+
+    def launch_layers(self, plan: StepPlan) -> tuple[LaunchedLayers, list[Future[Any]]]:
+        """Start the first part of a step on rank 0. The others start all of it, and wait for rank 0's samples."""
+        first, *others = self._start(lambda: self.local.launch_layers(plan), *self._follow(plan))
+        return self._end([first]), others
+
+    def launch_head(self, layers: tuple[LaunchedLayers, list[Future[Any]]], edits: StepEdits | None = None) -> Handle:
+        of_first, others = layers
+        handle: Handle = self._end(self._start(lambda: self.local.launch_head(of_first, edits)) + others)
         return handle
 
     def send_command(self, command: Command, tensor: Tensor | None) -> None:
