@@ -107,6 +107,14 @@ def reciter(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture
+def local_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks and stages of engines are in this process: see helpers/local_ranks.py."""
+    from helpers.local_ranks import lead_local
+
+    monkeypatch.setattr("nanovllm.features.distributed.leader.LeadingRunner", lead_local)
+
+
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     """Headless Chromium. Where there is none the tests skip, unless NANOVLLM_TEST_BROWSER asks for it."""

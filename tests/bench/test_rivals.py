@@ -139,8 +139,8 @@ def test_nano_vllm_is_measured_although_its_package_has_our_name(is_there: bool,
         assert "no nano-vLLM of its own" in document["cannot_run"]
 
 
-COMPARE_WITH_A_SLEEPER = '''
-import sys
+COMPARE_WITH_SLEEPERS = '''
+import os, sys
 from pathlib import Path
 import torch
 import bench
@@ -148,18 +148,28 @@ from benchmarks import bench_compare
 from nanovllm.apps.floor import Machine
 from nanovllm.apps.bench import Workload
 
-folder = Path(sys.argv[1])
-sleeper = f"""
+def compare_with_a_sleeper(folder):
+    sleeper = f"""
 import os, subprocess, sys, time
 sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
 subprocess.Popen(sleep)
 open({str(folder / "group")!r}, "w").write(str(os.getpgid(0)) + " ")
 time.sleep(600)
 """
-bench_compare._commands = lambda *_: {"nanovllm": [sys.executable, "-c", sleeper]}
-args = bench.parse_arguments(["--model", str(folder), "--compare", "transformers"])
-bench_compare.compare(args, None, Workload([[1]], [1]), torch.float32, Machine(1.0, 2.0, 3.0))
+    bench_compare._commands = lambda *_: {"nanovllm": [sys.executable, "-c", sleeper]}
+    args = bench.parse_arguments(["--model", str(folder), "--compare", "transformers"])
+    bench_compare.compare(args, None, Workload([[1]], [1]), torch.float32, Machine(1.0, 2.0, 3.0))
+
+pids = []
+for folder in sys.argv[1:]:
+    pids.append(os.fork())
+    if pids[-1] == 0:
+        compare_with_a_sleeper(Path(folder))
+        os._exit(0)
+print(*pids, flush=True)
+print(*(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids), flush=True)
 '''
+SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 
 
 def count_group(group: int) -> int:
@@ -173,25 +183,30 @@ def count_group(group: int) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
-def test_a_comparison_that_a_signal_ends_takes_its_rival_along(number: signal.Signals, tmp_path: Path) -> None:
-    """As `timeout 60 python bench.py --compare ...` does; the rival has a child of its own."""
-    (tmp_path / "config.json").write_text('{"vocab_size": 50}')
-    note = tmp_path / "group"
-    command = [sys.executable, "-c", COMPARE_WITH_A_SLEEPER, str(tmp_path)]
-    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
-        while not (note.exists() and note.read_text().endswith(" ")) and process.poll() is None:
+def test_a_comparison_that_a_signal_ends_takes_its_rival_along(tmp_path: Path) -> None:
+    """As `timeout 60 python bench.py --compare ...` does; the rival has a child of its own. Each signal ends one."""
+    folders = [tmp_path / number.name for number in SIGNALS]
+    for folder in folders:
+        folder.mkdir()
+        (folder / "config.json").write_text('{"vocab_size": 50}')
+    command = [sys.executable, "-c", COMPARE_WITH_SLEEPERS, *map(str, folders)]
+    notes = [folder / "group" for folder in folders]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, cwd=ROOT, text=True, **pipes) as process:
+        while not all(note.exists() and note.read_text().endswith(" ") for note in notes) and process.poll() is None:
             time.sleep(0.02)
-        assert process.poll() is None, process.stderr.read() if process.stderr else ""
-        group = int(note.read_text())
-        assert count_group(group) == 2
-        process.send_signal(number)
-        process.communicate(timeout=300)
-    assert process.returncode != 0
+        assert process.poll() is None, process.communicate()
+        groups = [int(note.read_text()) for note in notes]
+        assert [count_group(group) for group in groups] == [2, 2, 2]
+        assert process.stdout is not None
+        for pid, number in zip(process.stdout.readline().split(), SIGNALS, strict=True):
+            os.kill(int(pid), number)
+        statuses, _ = process.communicate(timeout=300)
+    assert len(statuses.split()) == 3 and "0" not in statuses.split()
     deadline = time.monotonic() + 60
-    while count_group(group) and time.monotonic() < deadline:
+    while any(map(count_group, groups)) and time.monotonic() < deadline:
         time.sleep(0.02)
-    assert count_group(group) == 0
+    assert not any(map(count_group, groups))
 
 
 def test_our_own_failure_is_not_hidden(stand_in: Any) -> None:

@@ -88,7 +88,7 @@ def check_trace(trace: Any, prepare: Callable[[LLMEngine], None]) -> LLMEngine:
 
 
 @pytest.mark.parametrize("share", [1.0, 0.0, 0.5, pytest.param(0.9, marks=pytest.mark.slow)])
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(trace=traces(), most=st.integers(1, 9), seed=st.integers(0, 1000))
 def test_whatever_is_drafted_every_request_gets_its_own_tokens(share: float, trace: Any, most: int, seed: int) -> None:
     stats = check_trace(trace, speculate(Adversary(share, random.Random(seed)), most)).stats()
@@ -96,7 +96,7 @@ def test_whatever_is_drafted_every_request_gets_its_own_tokens(share: float, tra
         assert stats["num_accepted_tokens"] == stats["num_draft_tokens"]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(trace=traces(), most=st.integers(1, 9), bounds=st.sampled_from([(1, 1), (1, 3), (2, 2), (2, 5)]))
 def test_drafts_from_text_leave_every_request_its_own_tokens(trace: Any, most: int, bounds: tuple[int, int]) -> None:
     check_trace(trace, speculate(NgramDrafter(*bounds, num_bytes=1 << 12), most))
@@ -114,7 +114,7 @@ class TwoModels(FakeRunner):
 
 
 @pytest.mark.slow
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(trace=traces(), most=st.integers(1, 6))
 def test_a_draft_model_that_knows_all_is_always_right_whatever_happens_to_its_cache(trace: Any, most: int) -> None:
     """It finds its keys and values wherever the model does: prefixes, blocks that changed hands, rows that went on."""

@@ -235,13 +235,13 @@ DEPTHS = dict.fromkeys(VARIANTS, (1, 2)) | {"ranks": (2,)}
 @pytest.mark.parametrize(
     ("options", "depth"),
     [
-        pytest.param(options, depth, id=f"{name}-{depth}", marks=[pytest.mark.slow] if name == "ranks" else [])
+        pytest.param(options, depth, id=f"{name}-{depth}")
         for name, options in VARIANTS.items()
         for depth in DEPTHS[name]
     ],
 )
 def test_tokens_are_those_of_the_rule_however_requests_are_run(
-    options: dict[str, Any], depth: int, folder: Path, alone: list[list[int]]
+    options: dict[str, Any], depth: int, folder: Path, alone: list[list[int]], local_ranks: None
 ) -> None:
     """Penalties, masks and biases beside each other and beside a row without any; drawn with seeds, and greedy."""
     prompts, params = map(list, zip(*REQUESTS, strict=True))

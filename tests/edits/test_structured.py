@@ -383,13 +383,11 @@ def plain() -> list[Output]:
         {"kvcache_memory_bytes": 64 << 20},
         {"kvcache_block_size": 16, "num_kvcache_blocks": 32, "max_model_len": 512, "max_num_batched_tokens": 48},
         {"attention_backend": "cpu", "kvcache_memory_bytes": 64 << 20},
-        pytest.param(
-            {"tensor_parallel_size": 2, "kvcache_memory_bytes": 64 << 20}, id="two ranks", marks=pytest.mark.slow
-        ),
+        pytest.param({"tensor_parallel_size": 2, "kvcache_memory_bytes": 64 << 20}, id="two ranks"),
     ],
 )
 def test_seeded_requests_give_the_same_through_preemption_chunks_cache_backends_and_ranks(
-    options: dict[str, Any], plain: list[Output]
+    options: dict[str, Any], plain: list[Output], local_ranks: None
 ) -> None:
     """At depth 2 steps are launched ahead, as on a GPU: a grammar's masks are made when the step's model runs already.
 

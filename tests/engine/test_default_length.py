@@ -74,9 +74,15 @@ def test_a_pool_that_cannot_hold_it_sets_it_and_one_line_says_so(
         LLM(long_model, **OPTIONS, **pool, max_model_len=97)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"])
-def test_ranks_and_replicas_agree_on_it(kind: str, long_model: Path) -> None:
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "tensor_parallel_size",
+        "pipeline_parallel_size",
+        pytest.param("data_parallel_size", marks=pytest.mark.slow),  # replicas are processes
+    ],
+)
+def test_ranks_and_replicas_agree_on_it(kind: str, long_model: Path, local_ranks: None) -> None:
     with LLM(long_model, **OPTIONS, num_kvcache_blocks=6, **{kind: 2}) as llm:
         assert llm.max_model_len == 96
         outputs = llm.generate([[1] * 20, [2] * 90], TO_THE_END, use_tqdm=False)

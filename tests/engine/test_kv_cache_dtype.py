@@ -77,9 +77,8 @@ def test_what_is_no_number_ends_with_an_error(
     assert outputs[2]["finish_reason"] == "error"
 
 
-@pytest.mark.slow
 @pytest.mark.skipif("cpu" not in BACKENDS, reason="no C++ compiler")
-def test_stages_leave_the_bits_and_ranks_the_log_probabilities(random_model: Path) -> None:
+def test_stages_leave_the_bits_and_ranks_the_log_probabilities(random_model: Path, local_ranks: None) -> None:
     prompts = draw_prompts([3, 40, 100], seed=4)
     options: dict[str, Any] = {"dtype": "bfloat16", "attention_backend": "cpu", **INT8}
     expected = score(random_model, prompts, **options)
@@ -88,9 +87,8 @@ def test_stages_leave_the_bits_and_ranks_the_log_probabilities(random_model: Pat
     assert (torch.tensor(got) - torch.tensor(expected)).abs().mean() < 0.1
 
 
-@pytest.mark.slow
 @pytest.mark.skipif("cpu" not in BACKENDS, reason="no C++ compiler")
-def test_counts_and_ends_are_those_of_any_backend_and_of_ranks(random_model: Path) -> None:
+def test_counts_and_ends_are_those_of_any_backend_and_of_ranks(random_model: Path, local_ranks: None) -> None:
     prompts = draw_prompts([3, 40, 100, 40], seed=5)
     prompts[3][:32] = prompts[1][:32]
     params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)

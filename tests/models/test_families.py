@@ -125,12 +125,8 @@ def test_with_the_cpu_kernels_a_window_says_the_same(
     assert tokens == [greedy(model, prompt, 30) for prompt in prompts]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "model_class",
-    [Qwen2ForCausalLM, *(pytest.param(c, marks=pytest.mark.slow) for c in (LlamaForCausalLM, MistralForCausalLM))],
-)
-def test_two_ranks_say_the_same(model_class: type[PreTrainedModel], tmp_path: Path) -> None:
+@pytest.mark.parametrize("model_class", [Qwen2ForCausalLM, LlamaForCausalLM, MistralForCausalLM])
+def test_two_ranks_say_the_same(model_class: type[PreTrainedModel], local_ranks: None, tmp_path: Path) -> None:
     changes = {"attention_bias": True} if model_class is LlamaForCausalLM else {}
     model = save(tmp_path, model_class, num_key_value_heads=1, vocab_size=501, **changes)
     with LLM(tmp_path, tensor_parallel_size=2, **CROWDED) as llm:

@@ -94,9 +94,8 @@ def test_an_adapter_fits_both_forms_of_a_model(is_hub_form: bool, tmp_path: Path
     assert say(tmp_path / ("text" if is_hub_form else "whole"), lora=str(tmp_path / "adapter")) == expected
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["tensor_parallel_size", "pipeline_parallel_size"])
-def test_two_ranks_merge_their_shares(kind: str, tmp_path: Path) -> None:
+def test_two_ranks_merge_their_shares(kind: str, local_ranks: None, tmp_path: Path) -> None:
     model = save_random(tmp_path / "model")
     merged = save_adapter(model, tmp_path / "adapter")
     expected = [greedy(merged, prompt, 20) for prompt in PROMPTS]

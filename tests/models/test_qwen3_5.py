@@ -141,9 +141,8 @@ def test_new_weights_replace_the_old_ones(folder: Path, model: PreTrainedModel, 
         check_greedy(other, prompts, say(llm, prompts))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}], ids=str)
-def test_two_ranks_say_the_same(ranks: dict[str, Any], folder: Path, model: PreTrainedModel) -> None:
+def test_two_ranks_say_the_same(ranks: dict[str, Any], folder: Path, model: PreTrainedModel, local_ranks: None) -> None:
     """The first stage has no keys and values, so the second one decides how many blocks there are."""
     prompts = draw_prompts(LENGTHS[:9])
     options = OPTIONS | ranks | {"num_kvcache_blocks": None, "kvcache_memory_bytes": 1 << 20}

@@ -116,7 +116,7 @@ FAST = 8
 """Drawn models that are tested plainly; the others are slow tests."""
 
 
-@pytest.mark.parametrize("seed", [*range(FAST), *(pytest.param(i, marks=pytest.mark.slow) for i in range(FAST, 40))])
+@pytest.mark.parametrize("seed", [*range(FAST), *(pytest.param(i, marks=pytest.mark.slow) for i in range(FAST, 20))])
 def test_drawn_models_say_what_transformers_says(seed: int, tmp_path: Path) -> None:
     """They preempt, and compute long prompts in chunks."""
     model = save_sparse_hybrid(tmp_path, **draw_changes(seed))
@@ -310,19 +310,19 @@ def test_a_request_has_the_same_bits_in_any_company(
         assert answer(max_num_batched_tokens=budget) == alone
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}], ids=str)
 @pytest.mark.parametrize("backend", ["torch", "cpu"])
-def test_two_ranks_say_the_same(ranks: dict[str, Any], backend: str, folder: Path, model: PreTrainedModel) -> None:
+def test_two_ranks_say_the_same(
+    ranks: dict[str, Any], backend: str, folder: Path, model: PreTrainedModel, local_ranks: None
+) -> None:
     prompts = draw_prompts(LENGTHS[:9])
     options = ranks | {"attention_backend": backend, "num_kvcache_blocks": None, "kvcache_memory_bytes": 1 << 20}
     check(model, prompts, serve(folder, prompts, **options))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}], ids=str)
 @pytest.mark.parametrize("name", ["int8", "packed with zeros", "fp8 rows"])
-def test_two_ranks_share_quantised_weights(ranks: dict[str, Any], name: str, tmp_path: Path) -> None:
+def test_two_ranks_share_quantised_weights(ranks: dict[str, Any], name: str, local_ranks: None, tmp_path: Path) -> None:
     folder = save_packable(tmp_path / "model")
     if name == "int8":
         means = save_rounded(folder, tmp_path / "rounded")

@@ -1,6 +1,8 @@
 """Quantised checkpoints: the tokens of an engine whose checkpoint has the values that they mean."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -41,9 +43,6 @@ from nanovllm.models.sizes import Sizes
 
 GOLDEN = Path(__file__).parent / "golden"
 CODED = [name for name in CHECKPOINTS if not name.startswith("fp8")]
-PLAIN = ["packed with zeros"]
-"""Formats whose ranks are tested plainly; the others are slow tests."""
-OTHERS = [name for name in CHECKPOINTS if name not in PLAIN]
 OPTIONS = SMALL | {"device": "cpu", "attention_backend": "torch"}
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
 FAMILIES = {
@@ -172,10 +171,9 @@ def test_other_families(name: str, family: str, kernels: str, tmp_path: Path) ->
     assert run(quantised, attention_backend=kernels) == run(means)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [*PLAIN, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
+@pytest.mark.parametrize("name", CHECKPOINTS)
 @pytest.mark.parametrize("kernels", ["cpu"], indirect=True)
-def test_ranks_and_stages(name: str, kernels: str, tmp_path: Path) -> None:
+def test_ranks_and_stages(name: str, kernels: str, local_ranks: None, tmp_path: Path) -> None:
     save_random(tmp_path / "model", intermediate_size=128)
     quantised, means = save_quantised(tmp_path / "model", tmp_path, *CHECKPOINTS[name])
     expected = run(means)
@@ -186,6 +184,7 @@ def test_ranks_and_stages(name: str, kernels: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_ranks_that_cut_groups_keep_the_groups_scales(tmp_path: Path) -> None:
+    """The ranks are processes, as a user has them."""
     save_random(tmp_path / "model", intermediate_size=192)
     config, _ = CHECKPOINTS["packed with zeros"]
     wide = config | scheme(num_bits=4, strategy="group", group_size=64, symmetric=False)
@@ -206,19 +205,35 @@ def test_ranks_that_cannot_share_are_refused_by_name(tmp_path: Path) -> None:
             LLM(str(quantised), tensor_parallel_size=2, **OPTIONS)
 
 
+@pytest.fixture(scope="module")
+def write_large(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Writes the checkpoint of a model that is large beside 128 MB, once in each format, and returns its folder."""
+    config = preset_config("qwen3-0.6b") | {"num_hidden_layers": 10, "vocab_size": 4096, "intermediate_size": 4096}
+
+    @cache
+    def write(stored: str) -> Path:
+        folder = tmp_path_factory.mktemp("large")
+        write_random_checkpoint(config, stored, folder)
+        return folder
+
+    return write
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["int8", "int8-dynamic", "awq", "gptq-8", "w4a16", "w8a8"])
-def test_loading_never_holds_the_model_in_16_bits(name: str, tmp_path: Path) -> None:
-    """The most anonymous memory is the quantised size, twice the largest matrix, and 128 MB."""
-    config = preset_config("qwen3-0.6b") | {"num_hidden_layers": 12, "vocab_size": 4096, "intermediate_size": 4096}
-    write_random_checkpoint(config, "bfloat16" if name in AT_LOAD else name, tmp_path)
-    hf_config = fetch_config(str(tmp_path))
+@pytest.mark.parametrize("name", ["int8", "int8-dynamic", "awq", "w8a8"])
+def test_loading_never_holds_the_model_in_16_bits(name: str, write_large: Callable[[str], Path]) -> None:
+    """The most anonymous memory is the quantised size, twice the largest matrix, and 128 MB.
+
+    Codes are made of floats, unpacked from words, or taken as they are.
+    """
+    folder = write_large("bfloat16" if name in AT_LOAD else name)
+    hf_config = fetch_config(str(folder))
     format = find_format(name if name in AT_LOAD else None, hf_config)
     assert format is not None
     sizes = Sizes(hf_config)
     limit = count_bytes(sizes.model, format, 2) + 2 * (2 * hf_config.hidden_size * 2 * 4096) + 128 * 10**6
     assert limit < 2 * sizes.num_parameters, "the test would not notice a copy in bfloat16"
-    assert measure(tmp_path, "auto", name)["most"] < limit
+    assert measure(folder, "auto", name)["most"] < limit
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -276,8 +291,7 @@ def test_fp8_keeps_its_byte_if_asked(name: str, family: str | None, tmp_path: Pa
             llm.load_weights([])
 
 
-@pytest.mark.slow
-def test_ranks_share_what_stays_in_fp8(tmp_path: Path) -> None:
+def test_ranks_share_what_stays_in_fp8(local_ranks: None, tmp_path: Path) -> None:
     save_random(tmp_path / "model", intermediate_size=128)
     quantised, means = save_quantised(tmp_path / "model", tmp_path, *FP8_FORMS["fp8 blocks"])
     assert run(quantised, quantization="fp8-codes", tensor_parallel_size=2) == run(means)

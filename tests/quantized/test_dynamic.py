@@ -160,13 +160,13 @@ def test_experts_round_their_inputs_too(mixture: Path, tmp_path: Path, backend: 
     assert run(mixture, attention_backend=backend, quantization="int8") != expected
 
 
-@pytest.mark.slow
-def test_ranks_that_cut_between_groups_give_the_tokens_of_one(wide: Path, expected: list[list[int]]) -> None:
+def test_ranks_that_cut_between_groups_give_the_tokens_of_one(
+    wide: Path, expected: list[list[int]], local_ranks: None
+) -> None:
     assert run(wide, tensor_parallel_size=2, **DYNAMIC) == expected
 
 
-@pytest.mark.slow
-def test_ranks_that_cut_a_group_round_groups_of_their_own(tmp_path: Path) -> None:
+def test_ranks_that_cut_a_group_round_groups_of_their_own(local_ranks: None, tmp_path: Path) -> None:
     """The numbers are others, and about as good."""
     save_random(tmp_path)
     alone = run(tmp_path, **DYNAMIC)
@@ -176,6 +176,7 @@ def test_ranks_that_cut_a_group_round_groups_of_their_own(tmp_path: Path) -> Non
 
 @pytest.mark.slow
 def test_stages_of_a_pipeline_give_the_tokens_of_one(wide: Path, expected: list[list[int]]) -> None:
+    """The stages are processes, as a user has them."""
     assert run(wide, pipeline_parallel_size=2, **DYNAMIC) == expected
 
 

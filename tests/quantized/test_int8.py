@@ -77,19 +77,18 @@ def test_no_matrix_is_left_in_the_model(folder: Path) -> None:
             assert model.embed_tokens.packed is model.lm_head.packed
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_ranks_use_the_scales_of_whole_rows(tiny: Path, expected: list[list[int]], size: int) -> None:
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_use_the_scales_of_whole_rows(
+    tiny: Path, expected: list[list[int]], size: int, local_ranks: None
+) -> None:
     assert run(tiny, quantization="int8", tensor_parallel_size=size) == expected
 
 
-@pytest.mark.slow
-def test_stages_of_a_pipeline_quantise_their_layers(tiny: Path, expected: list[list[int]]) -> None:
+def test_stages_of_a_pipeline_quantise_their_layers(tiny: Path, expected: list[list[int]], local_ranks: None) -> None:
     assert run(tiny, quantization="int8", pipeline_parallel_size=2) == expected
 
 
-@pytest.mark.slow
-def test_experts_are_shared_by_ranks(tmp_path: Path) -> None:
+def test_experts_are_shared_by_ranks(local_ranks: None, tmp_path: Path) -> None:
     save_random(tmp_path / "moe", model_class=Qwen3MoeForCausalLM, **MOE)
     alone = run(tmp_path / "moe", quantization="int8")
     assert run(tmp_path / "moe", quantization="int8", tensor_parallel_size=2) == alone
@@ -122,9 +121,8 @@ def test_new_weights_are_quantised(tmp_path: Path) -> None:
         assert [output["token_ids"] for output in llm.generate(PROMPTS, GREEDY, use_tqdm=False)] == before
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen2", "moe"])
-def test_new_weights_of_modules_with_several_parts(family: str, tmp_path: Path) -> None:
+def test_new_weights_of_modules_with_several_parts(family: str, local_ranks: None, tmp_path: Path) -> None:
     for seed, name in enumerate(("old", "new")):
         save_random(tmp_path / name, seed=seed, **FAMILIES[family])
     expected = run(tmp_path / "new", quantization="int8")

@@ -136,9 +136,15 @@ def test_drafts_have_the_values_of_the_row_that_they_are_drawn_for(random_model:
             assert torch.equal(read(output), read(expected))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"])
-def test_several_ranks_give_the_same(kind: str, random_model: Path, model: PreTrainedModel) -> None:
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "tensor_parallel_size",
+        "pipeline_parallel_size",
+        pytest.param("data_parallel_size", marks=pytest.mark.slow),  # replicas are processes
+    ],
+)
+def test_several_ranks_give_the_same(kind: str, random_model: Path, model: PreTrainedModel, local_ranks: None) -> None:
     assert_processed(run(random_model, **MODE, **{kind: 2}), model)
 
 

@@ -113,8 +113,7 @@ def test_what_cannot_be_scored_is_refused(fields: dict[str, int], message: str) 
         SamplingParams(**fields)
 
 
-@pytest.mark.slow
-def test_ranks_score_alike(random_model: Path) -> None:
+def test_ranks_score_alike(random_model: Path, local_ranks: None) -> None:
     prompts = draw_prompts([1, 40, 90])
     params = [scoring(3, start=0), scoring(1, start=20), scoring(0, max_tokens=4, logprobs=1)]
     runs = []
