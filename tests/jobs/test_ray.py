@@ -310,7 +310,7 @@ def read_answers(path: Path) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("replicas", "num_actors", "stages"), [(2, 0, 1), (2, 1, 1), (1, 1, 2)])
+@pytest.mark.parametrize(("replicas", "num_actors", "stages"), [(2, 0, 1), (1, 1, 2)])
 def test_a_cluster_answers_as_one_process_does(
     replicas: int, num_actors: int, stages: int, cluster: str, source: Path, expected: dict[str, Any], tmp_path: Path
 ) -> None:
