@@ -58,7 +58,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path, metavar="FOLDER")
     parser.add_argument("names", nargs="*", default=OFFLINE, metavar="NAME")
     parser.add_argument("--seconds", type=int, default=300, help="the most seconds of one example (default: 300)")
-    options = parser.parse_args()
+    options = parser.parse_intermixed_args()
     num_run = 0
     paths = sorted(options.folder.rglob("*.py"))
     chosen = [path for path in paths if any(name in str(path.relative_to(options.folder)) for name in options.names)]
