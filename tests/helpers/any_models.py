@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from helpers.tiny import CROWDED, SMALL_MODEL, VOCAB_SIZE, draw_prompts
 from nanovllm import LLM, SamplingParams
 
-GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=0)
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=0)
 WINDOW = 20
 """The sliding window of the models that have one. Most prompts are longer."""
 
@@ -260,6 +260,5 @@ def compare(model: PreTrainedModel, llm: LLM) -> Comparison:
 def run_case(folder: Path, name: str, **options: Any) -> tuple[Comparison, dict[str, Any]]:
     """Compare a small model of an architecture with transformers; also return the engine's counts."""
     model = save_any(folder, name)
-    usual = CROWDED | {"attention_backend": "torch", "model_impl": "transformers", "num_kvcache_blocks": 16}
-    with LLM(folder, **usual | options) as llm:
+    with LLM(folder, **CROWDED | {"attention_backend": "torch", "model_impl": "transformers"} | options) as llm:
         return compare(model, llm), llm.stats()

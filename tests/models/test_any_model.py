@@ -62,7 +62,7 @@ def test_tokens_are_transformers(name: str, tmp_path: Path) -> None:
     """Log-probabilities differ by rounding: by 1e-4 at most, but in random models with huge logits more."""
     found, stats = run_case(tmp_path, name)
     assert stats["num_preemptions"] and stats["num_cached_tokens"]
-    assert found.num_equal == found.num_tokens == 108
+    assert found.num_equal == found.num_tokens == 216
     assert found.worst < 1e-3
 
 
@@ -102,7 +102,7 @@ def test_heads_are_padded_to_what_the_kernels_take(tmp_path: Path) -> None:
     model = save_any(tmp_path, "PhiForCausalLM", hidden_size=80)  # 4 heads of 20
     for backend, stored in (("torch", 20), ("cpu", min(dim for dim in CpuBackend.head_dims if dim >= 20))):
         with LLM(tmp_path, **OPTIONS | {"attention_backend": backend}) as llm:
-            assert compare(model, llm).num_equal == 108
+            assert compare(model, llm).num_equal == 216
             assert llm.engine.runner.caches[0].keys.shape[3] == stored
             assert llm.engine.runner.count_block_bytes() == 2 * 2 * 16 * 2 * stored * 4  # layers, sides, tokens, heads
 
@@ -214,7 +214,7 @@ def test_the_lm_head_is_the_checkpoint_s_own_where_it_has_one(tmp_path: Path) ->
     model = save_any(tmp_path, "GPTNeoXForCausalLM")
     assert not model.config.tie_word_embeddings
     with LLM(tmp_path, **OPTIONS) as llm:
-        assert compare(model, llm).num_equal == 108
+        assert compare(model, llm).num_equal == 216
 
 
 def test_longrope_has_the_table_of_its_original_length(tmp_path: Path) -> None:
@@ -582,7 +582,7 @@ def test_a_large_mixture_that_the_kernels_do_not_compute_is_refused(
     monkeypatch.setattr("nanovllm.features.families.any_causal.experts.is_mixture", lambda _: False)
     last_built.clear()
     with LLM(tmp_path, **OPTIONS) as llm:
-        assert compare(model, llm).num_equal == 108  # 8 experts, by transformers' code
+        assert compare(model, llm).num_equal == 216  # 8 experts, by transformers' code
     monkeypatch.setattr(layers, "MOST_COPIED_EXPERTS", 7)
     last_built.clear()
     with pytest.raises(ValueError, match=r"its mixture of 8 experts.*more than 7 experts take too much memory"):
