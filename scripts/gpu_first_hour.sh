@@ -135,15 +135,15 @@ case ${1:-} in
   8)
     step few_rows_tests 60 "${tests[@]}" tests/gpu/test_gpu_kernels.py -k few_rows
     step few_rows 90 "$python" benchmarks/bench_kernels.py --backends triton --only-products
-    step torch_steps 60 "$python" scripts/gpu_steps.py
-    step own_steps 60 "$python" scripts/gpu_steps.py --own-products
-    step torch_steps_8b 80 "$python" scripts/gpu_steps.py --model qwen3-8b
-    step own_steps_8b 80 "$python" scripts/gpu_steps.py --model qwen3-8b --own-products
+    step torch_steps 60 "$python" scripts/gpu_steps.py --products torch
+    step own_steps 60 "$python" scripts/gpu_steps.py --products own
+    step torch_steps_8b 80 "$python" scripts/gpu_steps.py --model qwen3-8b --products torch
+    step own_steps_8b 80 "$python" scripts/gpu_steps.py --model qwen3-8b --products own
     step cuts 140 "$python" scripts/gpu_sweep.py --only cuts
     ;;
   9)
     step products 225 "$python" scripts/gpu_products.py
-    step steps_int8 45 "$python" scripts/gpu_steps.py --model qwen3-8b --quantization int8 --pairs --copies
+    step steps_int8 45 "$python" scripts/gpu_steps.py --model qwen3-8b --quantization int8 --pairs
     step checkpoint 120 "$python" benchmarks/random_checkpoint.py qwen3-8b "${TMPDIR:-/tmp}/fp8-8b" --format fp8
     step bench_fp8_codes 90 "$python" bench.py --model "${TMPDIR:-/tmp}/fp8-8b" --quantization fp8-codes
     step bench_fp8 90 "$python" bench.py --model "${TMPDIR:-/tmp}/fp8-8b"

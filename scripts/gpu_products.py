@@ -8,6 +8,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -69,21 +70,22 @@ def check(form: str) -> None:
         assert error < (bound if make_matrix is rounded else 0.005), (form, num_rows, error)
 
 
-def time_form(form: str | None, shape: tuple[int, int], num_rows: int) -> float:
-    """Return the microseconds of a product; of bfloat16 weights if there is no form."""
+def make_products(form: str | None, shape: tuple[int, int]) -> list[Callable[[Tensor], Tensor]]:
+    """Return products with matrices of one form, more than the L2 cache holds; of bfloat16 weights if there is none."""
     out_size, in_size = shape
     count = num_sets(out_size * in_size * (2 if form is None else 1))
+    if form is None:
+        weight = torch.randn(out_size, in_size, dtype=torch.bfloat16, device="cuda")
+        return [partial(F.linear, weight=weight.clone()) for _ in range(count)]
+    make, make_matrix = FORMS[form]
+    codes = make(shape)  # takes a second on the CPU
+    return [partial(make_matrix(deepcopy(codes), torch.bfloat16).multiply, bias=None) for _ in range(count)]
+
+
+def time_products(products: list[Callable[[Tensor], Tensor]], in_size: int, num_rows: int) -> float:
+    """Return the microseconds of a product."""
     x = torch.randn(num_rows, in_size, dtype=torch.bfloat16, device="cuda")
-    products: list[Callable[[Tensor], Tensor]] = []
-    for _ in range(count):
-        if form is None:
-            weight = torch.randn(out_size, in_size, dtype=torch.bfloat16, device="cuda")
-            products.append(lambda x, weight=weight: F.linear(x, weight))
-        else:
-            make, make_matrix = FORMS[form]
-            matrix = make_matrix(make(shape), torch.bfloat16)
-            products.append(lambda x, matrix=matrix: matrix.multiply(x, None))
-    return microseconds([lambda product=product: product(x) for product in products])
+    return microseconds([partial(product, x) for product in products])
 
 
 def main() -> None:
@@ -101,7 +103,8 @@ def main() -> None:
             check(form)
             print(f"{form} is right", flush=True)
         for name in () if args.check_only else args.shapes:
-            times = {num_rows: round(time_form(form, SHAPES[name], num_rows), 1) for num_rows in ROWS}
+            products = make_products(form, SHAPES[name])
+            times = {num_rows: round(time_products(products, SHAPES[name][1], num_rows), 1) for num_rows in ROWS}
             results.append({"form": form or "bfloat16", "matrix": name, "us": times})
             print(f"{form or 'bfloat16'}, {name}: {times} us", flush=True)
     print(json.dumps(results if args.check_only else {"machine": describe(), "results": results}))

@@ -188,7 +188,7 @@ class Layer(nn.Module):
     """Attention and MLP. A norm comes before each of them.
 
     A layer returns x and the residual as two tensors, not as their sum. The next norm adds the two and normalises the
-    sum, in one fused operator.
+    sum, in one fused operator. A layer that has added them already returns the sum and None.
 
     Attributes:
         norm_dtype: the dtype of its norms' weights; None for the model's dtype.
@@ -220,7 +220,7 @@ class Layer(nn.Module):
 
     def forward(
         self, x: Tensor, residual: Tensor | None, cos_sin: Tensor, cache: LayerCache, inputs: StepInputs
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor | None]:
         if residual is None:
             residual = x
             x = self.backend.rms_norm(x, self.input_layernorm, self.eps)

@@ -24,16 +24,18 @@ pytest.importorskip("triton")
 from helpers.direct_launches import quantize
 from helpers.pretend_cuda import DEVICE, Operators, noted, pretend_runner, unscored_plan
 
-from benchmarks.own_products import own_products
+from benchmarks.own_products import choose_products
 from nanovllm.backends.gpu import gate_and_mul, gated_rms_norm, paged_decode, paged_prefill, rms_norm
 from nanovllm.backends.gpu.combine import combine
 from nanovllm.backends.gpu.cuda_graphs import CudaGraphs
 from nanovllm.backends.gpu.few_rows import MAX_ROWS
+from nanovllm.backends.gpu.few_rows_layer import FewRowsLayer, use_few_rows
 from nanovllm.backends.gpu.grouped_linear import grouped_linear
 from nanovllm.backends.gpu.round_groups import give_rounded
-from nanovllm.backends.gpu.startup import keep_one_layer_of_each_kind
+from nanovllm.backends.gpu.startup import keep_one_layer_of_each_kind, launch_steps
 from nanovllm.backends.steps import EAGER
 from nanovllm.config import MAX_NUM_SEQS
+from nanovllm.engine.plan import StepPlan
 from nanovllm.features.families.qwen3_moe.ops import Routing
 from nanovllm.models.layers.parallel import Parallel
 from nanovllm.ops.attention import AttentionVariant, KVCache
@@ -58,8 +60,8 @@ def test_a_step_of_decodes_launches_what_it_must_and_nothing_else() -> None:
 
 
 def test_own_products_take_the_activation_and_the_residual_along() -> None:
-    """A layer has one launch fewer. More rows than a tile has are torch's, as without them."""
-    with own_products(), pretend_runner() as runner:
+    """A layer has one launch fewer. More rows than a tile has are torch's, as without them, and so is the head."""
+    with choose_products("own"), pretend_runner() as runner:
         graphs = CudaGraphs(runner)
         for num_rows in (1, MAX_ROWS, MAX_ROWS + 1):
             with noted() as launches, Operators() as operators:
@@ -70,32 +72,47 @@ def test_own_products_take_the_activation_and_the_residual_along() -> None:
                 assert operators.counts["linear"] == 4 * LAYERS + 1
                 continue
             in_layers = {name: LAYERS for name in A_LAYER if name != "_gate_and_mul_kernel"}
-            own = {"_few_rows_kernel": 4 * LAYERS + 1, "_rms_norm_kernel": 2 * LAYERS + 1}
+            own = {"_few_rows_kernel": 4 * LAYERS, "_rms_norm_kernel": 2 * LAYERS + 1}
             assert counts == ONCE | in_layers | own
-            assert operators.counts == {"embedding": 1, "index_put_": 1}
+            assert operators.counts == {"linear": 1, "embedding": 1, "index_put_": 1}
             assert len(launches) + operators.counts.total() == 261 - LAYERS
             configs = [launch.config for launch in launches if launch.kernel.__name__ == "_few_rows_kernel"]
             followed = Counter((config["SILU"], config["HAS_RESIDUAL"]) for config in configs)
-            # Those of qkv, the last down and the head; of gate and up; of o and the other downs.
-            assert followed == {(False, False): LAYERS + 2, (True, False): LAYERS, (False, True): 2 * LAYERS - 1}
+            # Those of qkv and the last down; of gate and up; of o and the other downs.
+            assert followed == {(False, False): LAYERS + 1, (True, False): LAYERS, (False, True): 2 * LAYERS - 1}
 
 
-def test_own_products_of_a_layer_with_experts_are_followed_by_what_follows_torch_s() -> None:
-    """Those of attention, of the router, and of the head. Several ranks are refused."""
-    layers = 48
-    with own_products(), pretend_runner("qwen3-30b-a3b") as runner:
+@pytest.mark.parametrize(
+    ("model", "options", "num_layers"),
+    [
+        ("qwen3-0.6b", {}, LAYERS),
+        ("qwen3-8b", {}, 0),  # its matrices are too large
+        ("qwen3-30b-a3b", {}, 0),  # experts
+        ("qwen3-0.6b", {"parallel": Parallel(0, 2)}, 0),
+        ("qwen3-0.6b", {"dtype": "float32"}, 0),
+    ],
+    ids=str,
+)
+def test_plain_layers_of_small_matrices_take_own_products(model: str, options: dict[str, Any], num_layers: int) -> None:
+    with pretend_runner(model, **options) as runner:
+        use_few_rows(runner.model.modules())
+        assert sum(isinstance(layer, FewRowsLayer) for layer in runner.model.layers) == num_layers
+
+
+def test_the_start_launches_what_steps_of_few_and_of_more_rows_launch() -> None:
+    """The last layer's products end in another way than those of the others. Decodes have no more rows than a tile."""
+    with choose_products("own"), pretend_runner(num_layers=3, max_num_seqs=4) as runner:
+        with noted() as launches:
+            launch_steps(runner)
+        prepared = {(launch.kernel.__name__, *launch.config.values()) for launch in launches}
         graphs = CudaGraphs(runner)
-        with noted() as launches, Operators() as operators:
-            graphs.run_once(8)
-    counts = Counter(launch.kernel.__name__ for launch in launches)
-    assert counts["_few_rows_kernel"] == 3 * layers + 1 and counts["_rms_norm_kernel"] == 2 * layers + 1
-    assert operators.counts == {"embedding": 1, "index_put_": 1}
-    with (
-        own_products(),
-        pytest.raises(ValueError, match="tensor_parallel_size is 2"),
-        pretend_runner(parallel=Parallel(0, 2)),
-    ):
-        pass
+        for num_tokens in (1, 4, MAX_ROWS + 1):
+            plan = StepPlan.largest(1, num_tokens, runner.config.max_model_len)
+            runner.caches = runner.make_caches(100)
+            with noted() as launches:
+                graphs.run_once(4)
+                runner.run_layers(plan, EAGER)
+            assert {(launch.kernel.__name__, *launch.config.values()) for launch in launches} <= prepared
 
 
 @pytest.mark.parametrize("size", [16, 256])

@@ -30,11 +30,12 @@ from helpers.rehearsal.timeline import has_passed
 from safetensors.torch import load_file
 from transformers import Qwen3_5MoeForCausalLM, Qwen3MoeForCausalLM
 
-from benchmarks.own_products import own_products
+from benchmarks.own_products import choose_products
 from nanovllm import LLM, SamplingParams, StructuredOutputsParams
 from nanovllm.backends.gpu import device, few_rows, quantized
 from nanovllm.backends.gpu.cuda_graphs import CudaGraphs
 from nanovllm.backends.gpu.few_rows import Cut
+from nanovllm.backends.gpu.few_rows_layer import FewRowsLayer
 from nanovllm.backends.gpu.memory import GpuMemory
 from nanovllm.backends.gpu.quantized import PairedTritonMatrix, find_copied
 from nanovllm.features.drafts.speculation import Speculation
@@ -198,19 +199,19 @@ def test_codes_in_pairs_and_copies(experts: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(PairedTritonMatrix, "row_limits", (1, 2))
     sizes = []
     found = []
-    for switch in (None, "TAKES_PAIRS", "KEEPS_COPIES"):
-        if switch is not None:
-            monkeypatch.setattr(quantized, switch, True)
+    for takes_pairs, keeps_copies in ((False, False), (True, False), (True, True)):
+        monkeypatch.setattr(quantized, "TAKES_PAIRS", takes_pairs)
+        monkeypatch.setattr(quantized, "KEEPS_COPIES", keeps_copies)
         with rehearse(), LLM(str(experts), dtype="float16", quantization="int8", **OPTIONS) as llm:
             sizes.append(llm.stats()["num_blocks"])
-            if switch == "KEEPS_COPIES":
+            if keeps_copies:
                 llm.sleep(2)
                 llm.wake_up()
             matrices = find_copied(llm.engine.runner.model.modules())
             assert matrices
             for matrix in matrices:
-                assert isinstance(matrix, PairedTritonMatrix) == (switch is not None)
-                assert (matrix.copy is not None) == (switch == "KEEPS_COPIES")
+                assert isinstance(matrix, PairedTritonMatrix) == takes_pairs
+                assert (matrix.copy is not None) == keeps_copies
             found.append(tokens(llm.generate(PROMPTS, params, use_tqdm=False)))
     assert sizes[2] < sizes[1]
     assert found[0] == found[1] == found[2]
@@ -236,20 +237,25 @@ def test_a_window_a_cap_and_sinks(options: dict[str, str], dense: Path) -> None:
 
 
 def test_own_products_of_few_rows(dense: Path) -> None:
-    """The switch of the benchmarks: prompts in chunks of 16 tokens and decodes as graphs, all by our own products.
+    """Prompts in chunks of 16 tokens and decodes as graphs, all by our own products.
 
-    Sums of the second engine are cut into three parts. New weights are read where the old ones were.
+    Sums of the second engine are cut into several parts. The third one has torch's products.
     """
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=9)
     expected = expect(dense, params, dtype="bfloat16")
-    with own_products():
-        found = serve(dense, params, dtype="bfloat16")
+    with rehearse(), LLM(str(dense), dtype="bfloat16", **OPTIONS) as llm:
+        layers = llm.engine.runner.model.layers  # type: ignore[attr-defined]
+        assert all(isinstance(layer, FewRowsLayer) for layer in layers)
+        assert [layer.is_last for layer in layers] == [layer is layers[-1] for layer in layers]
+        found = llm.generate(PROMPTS, params, use_tqdm=False)
         assert_close(found, expected)
-        cut = Cut(columns=16, stages=3, block_k=16, parts=2, part_steps=1)
-        with mock.patch.object(few_rows, "cut_matrix", lambda out_size, in_size: cut._replace(parts=in_size // 16)):
-            assert_close(serve(dense, params, dtype="bfloat16"), expected)
-    torch_s = serve(dense, params, dtype="bfloat16")
-    assert tokens(torch_s) == tokens(found)
+        llm.load_weights(load_file(dense / "model.safetensors").items())  # graphs read them where the old ones were
+        assert tokens(llm.generate(PROMPTS, params, use_tqdm=False)) == tokens(found)
+    cut = Cut(columns=16, stages=3, block_k=16, parts=2, part_steps=1)
+    with mock.patch.object(few_rows, "cut_matrix", lambda out_size, in_size: cut._replace(parts=in_size // 16)):
+        assert_close(serve(dense, params, dtype="bfloat16"), expected)
+    with choose_products("torch"):
+        assert tokens(serve(dense, params, dtype="bfloat16")) == tokens(found)
 
 
 def test_states_of_rows(hybrid: Path) -> None:

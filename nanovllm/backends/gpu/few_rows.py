@@ -7,7 +7,7 @@ it. Sums along K are split among programs where a matrix has few columns.
 A row has the same bits whatever the other rows are and however many they are. There is one tile for all numbers of
 rows, the split of a sum follows from the matrix alone, and its parts are added in their order.
 
-No GPU has timed this, so no engine uses it by itself. benchmarks/own_products.py makes an engine use it.
+few_rows_layer.py says which layers use it.
 
 The product is torch's F.linear. Of the activation after it, the reference is `silu_and_mul_reference` in
 ops/silu_and_mul.py; of the sum with the residual, the reference is `add_rms_norm_reference` in ops/rms_norm.py.

@@ -52,9 +52,9 @@ def launch_steps(runner: "ModelRunner") -> None:
     graphs = CudaGraphs(runner)
     mixed = StepPlan.largest(2, 3, config.max_model_len)  # a decode and a prompt of two tokens
     plans = [mixed]
-    # Products with experts and with quantised matrices have a kernel for each range of the number of tokens.
+    # Products with experts, with quantised matrices and of few rows have kernels for ranges of the number of tokens.
     modules = list(runner.model.modules())
-    kernels = [getattr(module, name, None) for module in modules for name in ("packed", "operators")]
+    kernels = [getattr(module, name, None) for module in modules for name in ("packed", "operators", "multiply")]
     limits: set[int] = set().union(*(getattr(kernel, "row_limits", ()) for kernel in kernels))
     for most in sorted(limits):
         num_tokens = min(most + 1, config.max_num_batched_tokens)
@@ -94,9 +94,11 @@ def launch_logits_kernels(runner: "ModelRunner") -> None:
 
 
 def find_kind(layer: nn.Module) -> tuple[object, ...]:
-    """Return what decides which kernels a layer launches. A layer without attention has no variant of it."""
+    """Return what decides which kernels a layer launches. A layer without attention has no variant of it, and the last
+    one may end in another way."""
     constants, sinks = read_variant(getattr(layer.self_attn, "variant", None))
-    return type(layer.self_attn), type(layer.mlp), *constants.values(), sinks is None
+    is_last = getattr(layer, "is_last", False)
+    return type(layer.self_attn), type(layer.mlp), *constants.values(), sinks is None, is_last
 
 
 @contextmanager

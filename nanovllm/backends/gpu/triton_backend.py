@@ -105,6 +105,14 @@ class TritonKernels(Backend):
 class TritonBackend(CudaBackend, TritonKernels):
     """Our Triton kernels on a GPU."""
 
+    def pack_weights(self, modules: Iterable[nn.Module]) -> None:
+        from nanovllm.backends.gpu.few_rows_layer import TIMED_ARCHITECTURE, use_few_rows
+
+        modules = list(modules)
+        super().pack_weights(modules)
+        if torch.cuda.get_device_capability(self.device)[0] == TIMED_ARCHITECTURE:
+            use_few_rows(modules)
+
     def room_for_cache(self, runner: "ModelRunner", most: int) -> int:
         from nanovllm.backends.gpu import quantized
 
