@@ -126,11 +126,12 @@ case ${1:-} in
     ;;
   7)
     step items_64 30 "$python" benchmarks/bench_kernels.py --backends triton --batches 64 --contexts 4096
+    step bench_8b 90 "$python" bench.py --model qwen3-8b
     step bench_int8_dynamic 60 "$python" bench.py --model qwen3-8b --quantization int8-dynamic
     step moe_int8_kv 100 "$python" bench.py --model qwen3-30b-a3b --kv-cache-dtype int8
     step moe_memory 100 "$python" bench.py --model qwen3-30b-a3b --gpu-memory-utilization 0.95
     step moe_int8 90 "$python" bench.py --model qwen3-30b-a3b --quantization int8
-    step bench_8b_int8 90 "$python" bench.py --model qwen3-8b --quantization int8-dynamic --kv-cache-dtype int8
+    step bench_8b_int8 90 "$python" bench.py --model qwen3-8b --quantization int8
     ;;
   8)
     step few_rows_tests 60 "${tests[@]}" tests/gpu/test_gpu_kernels.py -k few_rows
