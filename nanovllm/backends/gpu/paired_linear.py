@@ -94,13 +94,19 @@ def unpack_fours(fours, zero, TYPE: tl.constexpr):
 
 
 @triton.jit
-def _add_product(acc, x_at, start, in_size, weight, SWAPS: tl.constexpr, HAS_TAIL: tl.constexpr):
-    """Return acc plus the product of weights [columns, n] with n inputs of each row of x, from number `start` on."""
+def _add_product(acc, x_at, start, in_size, is_row, weight, SWAPS: tl.constexpr, HAS_TAIL: tl.constexpr):
+    """Return acc plus the product of weights [columns, n] with n inputs of each row of x, from number `start` on.
+
+    Args:
+        is_row: which rows exist. In a tile of few rows no others are loaded: many programs would ask for one row at once.
+    """
+    k = start + tl.arange(0, weight.shape[1])
     if HAS_TAIL:
-        k = start + tl.arange(0, weight.shape[1])
-        x = tl.load(x_at + start, mask=(k < in_size)[None, :], other=0.0)
-    else:
+        x = tl.load(x_at + start, mask=is_row[:, None] & (k < in_size)[None, :], other=0.0)
+    elif SWAPS:
         x = tl.load(x_at + start)
+    else:
+        x = tl.load(x_at + start, mask=is_row[:, None], other=0.0)
     return tl.dot(weight, tl.trans(x), acc) if SWAPS else tl.dot(x, tl.trans(weight), acc)
 
 
@@ -119,12 +125,13 @@ def _multiply_pairs(
     """Return rows of x times columns of W^T, float32 [rows, columns], summed over some steps along K.
 
     Args:
-        x_rows: a pointer to x, the length of a row, and the rows' numbers, which all exist.
+        x_rows: a pointer to x, the length of a row, the rows' numbers, and which of them exist. Others are numbers of
+            rows that do.
         matrix: pointers to the pairs, the scales and the zeros, the pairs of a row, how many columns W^T has, and the
             columns' numbers, which all exist.
         steps: the number of the first step, and the number after the last one.
     """
-    x_ptr, in_size, row = x_rows
+    x_ptr, in_size, row, is_row = x_rows
     pairs_ptr, scales_ptr, zeros_ptr, row_size, out_size, column = matrix
     TYPE: tl.constexpr = x_ptr.dtype.element_ty
     WIDTH: tl.constexpr = BLOCK_K * BITS // 16
@@ -140,15 +147,15 @@ def _multiply_pairs(
         total = tl.zeros_like(acc) if GROUP else acc
         if BITS == 8:
             low, high = unpack_codes(pairs, TYPE, False)
-            total = _add_product(total, x_at, start, in_size, low, SWAPS, HAS_TAIL)
-            total = _add_product(total, x_at, start + WIDTH, in_size, high, SWAPS, HAS_TAIL)
+            total = _add_product(total, x_at, start, in_size, is_row, low, SWAPS, HAS_TAIL)
+            total = _add_product(total, x_at, start + WIDTH, in_size, is_row, high, SWAPS, HAS_TAIL)
         else:
             zero = tl.load(zeros_ptr + place) if HAS_ZEROS else tl.full([BLOCK_N], 8, tl.int32)
             first, second, third, fourth = unpack_fours(pairs, tl.broadcast_to(zero[:, None], pairs.shape), TYPE)
-            total = _add_product(total, x_at, start, in_size, first, SWAPS, HAS_TAIL)
-            total = _add_product(total, x_at, start + WIDTH, in_size, second, SWAPS, HAS_TAIL)
-            total = _add_product(total, x_at, start + 2 * WIDTH, in_size, third, SWAPS, HAS_TAIL)
-            total = _add_product(total, x_at, start + 3 * WIDTH, in_size, fourth, SWAPS, HAS_TAIL)
+            total = _add_product(total, x_at, start, in_size, is_row, first, SWAPS, HAS_TAIL)
+            total = _add_product(total, x_at, start + WIDTH, in_size, is_row, second, SWAPS, HAS_TAIL)
+            total = _add_product(total, x_at, start + 2 * WIDTH, in_size, is_row, third, SWAPS, HAS_TAIL)
+            total = _add_product(total, x_at, start + 3 * WIDTH, in_size, is_row, fourth, SWAPS, HAS_TAIL)
         if GROUP:
             scale = tl.load(scales_ptr + place)
             acc += total * (scale[:, None] if SWAPS else scale[None, :])
@@ -186,15 +193,15 @@ def _paired_linear_kernel(
     PDL: tl.constexpr,
 ):
     # Grid (num_rows / BLOCK_M x out_size / BLOCK_N, parts), by bands as place_tile says. Parts are as in
-    # _quantized_linear_kernel. In the place of rows and columns beyond the last ones a program computes others once
-    # more, and stores nothing. No input is padding.
+    # _quantized_linear_kernel. In the place of columns beyond the last one a program computes others once more, and so
+    # it does with rows if it has many; of few it computes zeros. It stores nothing of them. No input is padding.
     wait_for_predecessor(PDL)
     part = tl.program_id(1)
     row, column = place_tile(num_rows, out_size, BAND, BLOCK_M, BLOCK_N)
     first = part * part_steps
     steps = (first, min(first + part_steps, tl.cdiv(in_size, BLOCK_K)))
     matrix = (pairs_ptr, scales_ptr, zeros_ptr, row_size, out_size, column % out_size)
-    x_rows = (x_ptr, in_size, row % num_rows)
+    x_rows = (x_ptr, in_size, row % num_rows, row < num_rows)
     acc = _multiply_pairs(x_rows, matrix, steps, BITS, GROUP, HAS_ZEROS, SWAPS, HAS_TAIL, BLOCK_K)
     acc, is_last = add_parts(acc, partial_ptr, arrivals_ptr, tl.program_id(0), part)
     if is_last:
@@ -241,7 +248,7 @@ def _grouped_paired_kernel(
     values = (pairs_ptr + first * row_size, scales_ptr + first * num_groups, zeros_ptr + first * num_groups)
     matrix = (values[0], values[1], values[2], row_size, out_size, column % out_size)
     steps = (0, tl.cdiv(in_size, BLOCK_K))
-    x_rows = (x_ptr, in_size, row)
+    x_rows = (x_ptr, in_size, row, pair < end)
     y = _multiply_pairs(x_rows, matrix, steps, BITS, GROUP, HAS_ZEROS, SWAPS, HAS_TAIL, BLOCK_K)
     store_tile(y_ptr, y, pair, end, column, out_size)
 

@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 TAKES_PAIRS = False
 """Whether matrices and experts have their codes in pairs where they can. On the GPU that has timed it, 16 to 256 rows
-were faster and one row was slower, so benchmarks alone turn it on: docs/quantised.md."""
+were faster and one row was slower, so benchmarks alone turn it on: see docs/quantised.md."""
 
 KEEPS_COPIES = True
 """Whether matrices get copies of 16 bits where memory allows: see `keep_copies`. Benchmarks turn it off."""
