@@ -98,7 +98,7 @@ def _add_product(acc, x_at, start, in_size, is_row, weight, SWAPS: tl.constexpr,
     """Return acc plus the product of weights [columns, n] with n inputs of each row of x, from number `start` on.
 
     Args:
-        is_row: which rows exist. In a tile of few rows no others are loaded: many programs would ask for one row at once.
+        is_row: which rows exist. In a tile of few rows no others are loaded, or many programs would ask for one row.
     """
     k = start + tl.arange(0, weight.shape[1])
     if HAS_TAIL:

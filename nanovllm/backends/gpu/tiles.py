@@ -1,4 +1,4 @@
-"""Where a program's tile of a product lies, in Triton, and how it is stored. No load of these kernels has a mask."""
+"""Where a program's tile of a product lies, in Triton, and how it is stored. Few loads of these kernels have a mask."""
 
 from nanovllm.backends.gpu.triton_shim import tl, triton
 
