@@ -20,6 +20,7 @@ import numpy as np
 import torch
 import triton
 
+from benchmarks.own_products import choose_products
 from helpers.pretend_cuda import DEVICE, PretendDriver, noted, pretend_runner, unscored_plan
 from nanovllm.backends.gpu import launch as kernel_launches
 from nanovllm.backends.gpu import quantized
@@ -379,9 +380,18 @@ def missing_in_pairs(model: str, bits: int, group_size: int | None) -> list[str]
         return missing(serve_prompts, model, quantized=(bits, group_size))
 
 
+def missing_in_few_rows(**options: Any) -> list[str]:
+    """Name what a model with our own products of few rows lacks: see `missing`."""
+    with choose_products("own"):
+        return missing(serve_prompts, "qwen3-0.6b", **options)
+
+
 def missing_kernels() -> dict[str, list[str]]:
     """By what is served: see `missing`."""
     return {
+        "few rows": missing_in_few_rows(),
+        "few rows, few sequences": missing_in_few_rows(max_num_seqs=4),
+        "few rows, windows": missing_in_few_rows(changes=WINDOWS),
         "edits": missing(serve_edits, "qwen3-0.6b"),
         "edits in float16": missing(serve_edits, "qwen3-0.6b", dtype="float16"),
         "edits in float32": missing(serve_edits, "qwen3-0.6b", dtype="float32"),
