@@ -18,7 +18,7 @@ from nanovllm.utils.vllm_names import REST, SYNONYMS
 
 CHOICES: Mapping[str, tuple[str, ...]] = {
     "dtype": ("auto", "float32", "float16", "bfloat16"),
-    "attention_backend": ("auto", "flash_attn", "triton", "cpu", "torch"),
+    "attention_backend": ("auto", "triton", "flash_attn", "cpu", "torch"),
     "kv_cache_dtype": ("auto", "int8", "fp8"),
     "distributed_backend": ("auto", "nccl", "gloo"),
     "load_format": ("auto", "dummy"),
@@ -143,7 +143,7 @@ class EngineConfig:
     enforce_eager: bool = _pace(False, "run decodes without CUDA graphs, and on a CPU without recorded steps")
     attention_backend: str = _results(
         "auto",
-        "flash_attn, triton, cpu (C++ kernels, compiled on first use) or torch. auto takes the first of them that runs "
+        "triton, flash_attn, cpu (C++ kernels, compiled on first use) or torch. auto takes the first of them that runs "
         f"here; it takes cpu only for models of {WORTH_COMPILING // 10**6} million parameters or more",
     )
     load_format: str = _results(

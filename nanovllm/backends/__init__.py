@@ -10,11 +10,11 @@ from nanovllm.ops.attention import CacheSize as CacheSize
 from nanovllm.ops.attention import KVCache as KVCache
 
 _CLASSES = {
-    "flash_attn": {"cuda": "nanovllm.backends.gpu.flash_attn_backend:FlashAttnBackend"},
     "triton": {
         "cuda": "nanovllm.backends.gpu.triton_backend:TritonBackend",
         "cpu": "nanovllm.backends.gpu.triton_backend:TritonKernels",  # in Triton's interpreter, for tests
     },
+    "flash_attn": {"cuda": "nanovllm.backends.gpu.flash_attn_backend:FlashAttnBackend"},
     "cpu": {"cpu": "nanovllm.backends.cpu.backend:CpuBackend"},
     "torch": {
         "cuda": "nanovllm.backends.gpu.device:CudaBackend",

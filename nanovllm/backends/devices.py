@@ -36,7 +36,7 @@ def _has_bfloat16_on_cpu(device: torch.device) -> bool:
 
 DEVICES = {
     "cuda": DeviceType(
-        backends=("flash_attn", "triton", "torch"),
+        backends=("triton", "flash_attn", "torch"),
         has_float16=True,
         has_bfloat16=_has_bfloat16_on_gpu,
         runs_beside_host=True,

@@ -72,22 +72,16 @@ def test_the_options_names_are_the_backends() -> None:
     assert ("auto", *NAMES) == CHOICES["attention_backend"]
 
 
-def test_auto_takes_flash_attn_where_it_can_run(flash_attn: None, hopper: None) -> None:
-    assert chosen("auto", GPU, BF16) == "flash_attn"
+def test_auto_takes_triton_which_was_faster_and_flash_attn_for_blocks_that_only_it_has(
+    flash_attn: None, hopper: None
+) -> None:
+    assert chosen("auto", GPU, BF16) == chosen("auto", GPU, torch.float32) == "triton"
+    assert chosen("auto", GPU, BF16, block_size=256) == "triton"
     assert chosen("auto", GPU, BF16, block_size=512) == "flash_attn"
 
 
-def test_auto_takes_triton_where_flash_attn_cannot_run(
-    flash_attn: None, hopper: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert chosen("auto", GPU, torch.float32) == "triton"
-    assert chosen("auto", GPU, BF16, block_size=64) == "triton"
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 5))
-    assert chosen("auto", GPU, torch.float16) == "triton"
-
-
 @pytest.mark.parametrize("name", ["int8", "fp8"])
-def test_a_cache_of_codes_takes_triton_before_flash_attn(name: str, flash_attn: None, hopper: None) -> None:
+def test_flash_attn_refuses_a_cache_of_codes(name: str, flash_attn: None, hopper: None) -> None:
     work = Work(GPU, BF16, 128, 2, kv_cache_dtype=name)
     assert resolve_backend("auto", work).name == "triton"
     with pytest.raises(ValueError, match=rf'flash_attn.*kv_cache_dtype.*"?{name}.*"auto"'):
@@ -114,7 +108,7 @@ def test_auto_takes_triton_where_flash_attn_is_not_installed(no_flash_attn: None
 def test_auto_takes_torch_for_heads_that_no_kernel_knows(
     heads: tuple[int, int], flash_attn: None, hopper: None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert chosen("auto", GPU, BF16, None, (128, 2)) == "flash_attn"
+    assert chosen("auto", GPU, BF16, None, (128, 2)) == "triton"
     assert not caplog.text
     assert chosen("auto", GPU, BF16, None, heads) == "torch"
     assert "has kernels for" in caplog.text and "plain torch" in caplog.text
@@ -245,10 +239,11 @@ def test_auto_passes_over_a_backend_without_a_variant_of_attention_that_layers_n
     flash_attn: None, hopper: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(FlashAttnBackend, "variants", ("window", "softcap"))
-    work = Work(GPU, BF16, 128, 2, variants=("window",))
+    work = Work(GPU, BF16, 128, 2, 512, variants=("window",))
     assert resolve_backend("auto", work).name == "flash_attn"
     work = work._replace(variants=("window", "sinks"))
-    assert resolve_backend("auto", work).name == "triton"
+    assert resolve_backend("auto", work).name == "torch"
+    assert resolve_backend("auto", work._replace(block_size=256)).name == "triton"
     with pytest.raises(ValueError, match=r"no kernels for the sinks of the model's attention; or use .*auto"):
         resolve_backend("flash_attn", work)
 

@@ -640,12 +640,14 @@ def test_half_precision(kind: str, dtype: str, request: pytest.FixtureRequest) -
 
 
 def test_flash_attn(dense: Path) -> None:
-    """With flash-attn 2.8.3's signatures and checks: "auto" prefers it, in blocks of 256 tokens, captured too."""
+    """With flash-attn 2.8.3's signatures and checks: blocks of 256 tokens, captured too. "auto" prefers Triton."""
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=9)
     expected = expect(dense, params, dtype="bfloat16")
     with mock.patch.dict(sys.modules, {"flash_attn": None}), rehearse():
         sys.modules["flash_attn"] = make_module()
         with LLM(str(dense), dtype="bfloat16", **OPTIONS) as llm:
+            assert llm.engine.config.attention_backend == "triton"
+        with LLM(str(dense), dtype="bfloat16", attention_backend="flash_attn", **OPTIONS) as llm:
             config = llm.engine.config
             assert (config.attention_backend, config.block_size, config.use_graphs) == ("flash_attn", 256, True)
             assert_close(llm.generate(PROMPTS, params, use_tqdm=False), expected)
