@@ -4,9 +4,11 @@ By itself an engine takes the kernel where a GPU has shown that it is faster: ba
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from unittest import mock
+
+from torch import nn
 
 from nanovllm.backends.gpu.few_rows_layer import use_few_rows
 from nanovllm.backends.gpu.triton_backend import TritonBackend, TritonKernels
@@ -23,8 +25,12 @@ def choose_products(name: str) -> Iterator[None]:
         name: "own" for the kernel in all plain layers, "torch" for cuBLAS in all layers.
     """
 
-    def pack_weights(backend: TritonKernels, modules: object) -> None:
-        use_few_rows(modules, MOST_BYTES[name])  # type: ignore[arg-type]
+    usual = TritonKernels.pack_weights
+
+    def pack_weights(backend: TritonKernels, modules: Iterable[nn.Module]) -> None:
+        modules = list(modules)
+        usual(backend, modules)
+        use_few_rows(modules, MOST_BYTES[name])
 
     with (
         mock.patch.object(TritonKernels, "pack_weights", pack_weights),

@@ -131,7 +131,8 @@ case ${1:-} in
     step moe_int8_kv 100 "$python" bench.py --model qwen3-30b-a3b --kv-cache-dtype int8
     step moe_memory 100 "$python" bench.py --model qwen3-30b-a3b --gpu-memory-utilization 0.95
     step moe_int8 90 "$python" bench.py --model qwen3-30b-a3b --quantization int8
-    step bench_8b_int8 90 "$python" bench.py --model qwen3-8b --quantization int8
+    # With room for all rows, so that quantised weights have copies.
+    step bench_8b_int8 90 "$python" bench.py --model qwen3-8b --quantization int8 --max-model-len 2048 --max-num-seqs 256
     ;;
   8)
     step few_rows_tests 60 "${tests[@]}" tests/gpu/test_gpu_kernels.py -k few_rows

@@ -94,7 +94,7 @@ def main() -> None:
         switches.enter_context(choose_products(products))
     switches.enter_context(mock.patch.object(quantized, "TAKES_PAIRS", options.pop("pairs")))
     switches.enter_context(mock.patch.object(quantized, "KEEPS_COPIES", options.pop("copies")))
-    options |= {"load_format": "dummy", "max_num_seqs": max(NUM_SEQS)}
+    options |= {"load_format": "dummy", "max_num_seqs": max(NUM_SEQS), "max_model_len": 512}  # leaves room for copies
     recorder = Recorder()
     with switches, LLM(**options) as llm:
         llm.observe(recorder)

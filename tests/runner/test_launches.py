@@ -36,6 +36,7 @@ from nanovllm.backends.gpu.startup import keep_one_layer_of_each_kind
 from nanovllm.backends.steps import EAGER
 from nanovllm.config import MAX_NUM_SEQS
 from nanovllm.features.families.qwen3_moe.ops import Routing
+from nanovllm.models.decoder import Layer
 from nanovllm.models.layers.parallel import Parallel
 from nanovllm.ops.attention import AttentionVariant, KVCache
 
@@ -96,6 +97,19 @@ def test_plain_layers_of_small_matrices_take_own_products(model: str, options: d
     with pretend_runner(model, **options) as runner:
         use_few_rows(runner.model.modules())
         assert sum(isinstance(layer, FewRowsLayer) for layer in runner.model.layers) == num_layers
+
+
+def test_the_start_runs_layers_in_their_order() -> None:
+    """The last layer ends as the last norm wants it, even if layers of another kind have products of our own."""
+    windows = {"use_sliding_window": True, "sliding_window": 512, "max_window_layers": 2}
+    windows["layer_types"] = ["full_attention", "sliding_attention", "full_attention"]
+    with choose_products("own"), pretend_runner(num_layers=3, changes=windows) as runner:
+        layers = list(runner.model.layers)
+        layers[2].__class__ = Layer  # as if its matrices were quantised, and those of the others were not
+        del layers[2].is_last
+        with keep_one_layer_of_each_kind(runner.model), noted():
+            assert list(runner.model.layers) == layers
+            CudaGraphs(runner).run_once(1)
 
 
 @pytest.mark.parametrize("size", [16, 256])

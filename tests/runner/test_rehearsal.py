@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
+from weakref import ref
 
 import pytest
 import torch
@@ -256,6 +257,23 @@ def test_own_products_of_few_rows(dense: Path) -> None:
         assert_close(serve(dense, params, dtype="bfloat16"), expected)
     with choose_products("torch"):
         assert tokens(serve(dense, params, dtype="bfloat16")) == tokens(found)
+
+
+def test_layers_of_few_rows_free_their_weights_at_once(dense: Path) -> None:
+    """No circle of references holds them until Python collects its garbage."""
+    with rehearse(), LLM(str(dense), dtype="bfloat16", **OPTIONS) as llm:
+        model = llm.engine.runner.model  # type: ignore[attr-defined]
+        assert isinstance(model.layers[0], FewRowsLayer)
+        weights = {name: ref(weight) for name, weight in model.named_parameters()}
+        del model
+        gc.collect()
+        gc.disable()
+        try:
+            llm.sleep(2)
+            assert not [name for name, weight in weights.items() if weight() is not None]
+        finally:
+            gc.enable()
+        llm.wake_up()
 
 
 def test_states_of_rows(hybrid: Path) -> None:

@@ -9,6 +9,7 @@ the activation's is gone. A norm still takes one, and reads a sum in place of tw
 
 from collections.abc import Iterable
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanovllm.backends import LayerCache
@@ -38,11 +39,11 @@ class FewRowsProduct:
     row_limits = (MAX_ROWS,)
 
     def __init__(self, module: MatrixModule) -> None:
-        self._matrix = FewRowsMatrix(module.weight)
-        self._usual = module.multiply
+        self._matrix = FewRowsMatrix(module.weight)  # not the module, so that it is freed without a garbage collection
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        return self._usual(x, bias) if len(x) > MAX_ROWS else self._matrix.multiply(x, bias)
+        weight = self._matrix.weight
+        return F.linear(x, weight, bias) if len(x) > MAX_ROWS else self._matrix.multiply(x, bias)
 
 
 class FewRowsLayer(Layer):

@@ -292,7 +292,8 @@ def find_copied(modules: Iterable[nn.Module]) -> list[CopiedMatrix]:
 def keep_copies(runner: "ModelRunner", left: int) -> int:
     """Make copies of a model's matrices, all or none. Return the bytes that they take.
 
-    They come out of what is left above a KV cache that holds all rows. So they cost no sequence its place.
+    They come out of what is left above a KV cache that holds all rows. So they cost no sequence of `max_model_len` its
+    place. If the user gives none, they cost no sequence of the usual length its place.
 
     Args:
         left: these bytes. There are no copies if they take more.
@@ -302,7 +303,7 @@ def keep_copies(runner: "ModelRunner", left: int) -> int:
     if not matrices:
         return 0
     fits = num_bytes <= left
-    how = "once" if fits else "not made: steps of many rows read codes"
+    how = "once" if fits else "not made (a lower max_num_seqs or max_model_len leaves more)"
     logger.info(
         "Copies of quantised weights in %s, %s: %.2f GiB, and %.2f GiB are left above a KV cache for all rows",
         *(runner.config.dtype, how, num_bytes / 2**30, left / 2**30),

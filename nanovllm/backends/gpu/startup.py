@@ -98,7 +98,7 @@ def find_kind(layer: nn.Module) -> tuple[object, ...]:
     one may end in another way."""
     constants, sinks = read_variant(getattr(layer.self_attn, "variant", None))
     is_last = getattr(layer, "is_last", False)
-    return type(layer.self_attn), type(layer.mlp), *constants.values(), sinks is None, is_last
+    return type(layer), type(layer.self_attn), type(layer.mlp), *constants.values(), sinks is None, is_last
 
 
 @contextmanager
@@ -112,7 +112,8 @@ def keep_one_layer_of_each_kind(model: Decoder) -> Iterator[None]:
     if not isinstance(layers, nn.ModuleList):
         yield
         return
-    model.layers = nn.ModuleList({find_kind(layer): layer for layer in layers}.values())
+    last = {find_kind(layer): layer for layer in layers}
+    model.layers = nn.ModuleList(layer for layer in layers if last[find_kind(layer)] is layer)  # in their order
     try:
         yield
     finally:
