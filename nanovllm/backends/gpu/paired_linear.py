@@ -29,6 +29,10 @@ from nanovllm.utils.integers import ceil_div
 FEW_ROWS = 16
 """The most rows of a tile whose product has x as its left side."""
 
+MOST_REGISTERS = 96
+"""The most registers of a thread in such a tile: five programs share those of a multiprocessor. If the compiler is not
+told, it takes 40 for some forms, and spills."""
+
 TILES = ((16, 16, 32, 6, 4), (64, 64, 128, 3, 8), (192, 128, 128, 3, 8))
 """Rows, columns, stages and warps of a tile, each after the most rows of x for which it is taken. More rows take the
 last one, too, if the matrix has no copy of 16 bits."""
@@ -257,6 +261,8 @@ def tile_config(num_rows: int, tiles: tuple[tuple[int, int, int, int, int], ...]
     """Return the tile for a number of rows, and how it is computed."""
     rows, columns, stages, warps = next((tile for most, *tile in tiles if num_rows <= most), tiles[-1][1:])
     shape = {"BLOCK_M": rows, "BLOCK_N": columns, "BLOCK_K": BLOCK_K}
+    if rows <= FEW_ROWS:
+        shape["maxnreg"] = MOST_REGISTERS
     return shape | {"SWAPS": rows > FEW_ROWS, "num_warps": warps, "num_stages": stages}
 
 
