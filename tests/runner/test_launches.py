@@ -91,7 +91,7 @@ def test_own_products_take_the_activation_and_the_residual_along() -> None:
         ("qwen3-0.6b", {"parallel": Parallel(0, 2)}, 0),
         ("qwen3-0.6b", {"dtype": "float32"}, 0),
     ],
-    ids=str,
+    ids=["small", "large", "experts", "two ranks", "float32"],
 )
 def test_plain_layers_of_small_matrices_take_own_products(model: str, options: dict[str, Any], num_layers: int) -> None:
     with pretend_runner(model, **options) as runner:
