@@ -76,7 +76,7 @@ class Renewal:
         if quantizer is not None and not quantizer.rounds_at_load:
             raise RuntimeError(
                 f"the engine's checkpoint is quantised ({self._engine.config.quantization}); new weights are for "
-                'engines without quantization, or with quantization="int8" or "int8-dynamic": make another engine'
+                'engines without quantization, or with "int8", "int8-dynamic" or "w8a8": make another engine'
             )
         self._claim.check(ALSO_LOADS_IN)
         tensors = list_pairs(named_tensors)  # before the claim: what yields them may use the engine

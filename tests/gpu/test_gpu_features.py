@@ -28,6 +28,9 @@ pytestmark = [
 
 TOLERANCES = {"float32": 1e-2, "float16": 0.1, "bfloat16": 0.8}
 """By how much log-probabilities may differ: the logits of these models lie between -60 and 60."""
+ROUNDS_INPUTS = ("int8-dynamic", "w8a8")
+"""Values of `quantization` with which products round their inputs."""
+
 OPTIONS: dict[str, Any] = {
     "device": "cuda",
     "max_model_len": 256,
@@ -82,7 +85,7 @@ def check_tokens(model: Path, dtype: str, only_ours: dict[str, Any] | None = Non
     """
     found = serve(model, "triton", dtype=dtype, **options | (only_ours or {}))
     expected = serve(model, "torch", dtype=dtype, **options)
-    if dtype == "float32" and options.get("quantization") != "int8-dynamic":
+    if dtype == "float32" and options.get("quantization") not in ROUNDS_INPUTS:
         assert_same_tokens(found, expected)
     else:
         assert_equally_rounded(found, expected, model, **options)
@@ -96,7 +99,7 @@ def assert_equally_rounded(found: Seq[Output], expected: Seq[Output], model: Pat
     kernels agree with it for more than half as many tokens as torch does, and their median error is less than twice
     torch's. Torch must agree for more than 5 % of all tokens: else it says nothing.
     """
-    if options.get("quantization") == "int8-dynamic":
+    if options.get("quantization") in ROUNDS_INPUTS:
         options["quantization"] = "int8"
     exact = serve(model, "torch", **options | {"dtype": "float32"})
     agreed, error = measure_rounding(found, exact)
@@ -145,7 +148,8 @@ def test_a_hybrid_says_the_same(save: Callable[[Path], object], dtype: str, tmp_
 
 
 @pytest.mark.parametrize(
-    ("quantization", "dtype"), [*(("int8", dtype) for dtype in TOLERANCES), ("int8-dynamic", "float32")]
+    ("quantization", "dtype"),
+    [*(("int8", dtype) for dtype in TOLERANCES), *((name, "float32") for name in ROUNDS_INPUTS)],
 )
 @pytest.mark.parametrize("kind", ["dense", "experts", "hybrid"])
 def test_quantised_weights_say_the_same(kind: str, quantization: str, dtype: str, tmp_path: Path) -> None:
@@ -302,7 +306,7 @@ def test_stages_start_with_default_memory(random_model: Path) -> None:
     assert_same_tokens(serve(random_model, "triton", **options), expected)
 
 
-@pytest.mark.parametrize("quantization", [None, "int8", "int8-dynamic"])
+@pytest.mark.parametrize("quantization", [None, "int8", *ROUNDS_INPUTS])
 def test_new_weights_are_those_of_the_next_tokens(quantization: str | None, random_model: Path, tmp_path: Path) -> None:
     """They come from the host. Graphs that were captured before do not read the old ones."""
     save_random(tmp_path, seed=3)
@@ -311,7 +315,7 @@ def test_new_weights_are_those_of_the_next_tokens(quantization: str | None, rand
     with LLM(random_model, **OPTIONS | {"attention_backend": "triton"} | options) as llm:
         llm.load_weights(load_file(tmp_path / "model.safetensors").items())
         found = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
-    if quantization == "int8-dynamic":
+    if quantization in ROUNDS_INPUTS:
         assert_equally_rounded(found, expected, tmp_path, **options)
     else:
         assert_same_tokens(found, expected)

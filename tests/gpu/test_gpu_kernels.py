@@ -53,6 +53,7 @@ from nanovllm.backends.gpu.quantized import (
     PairedTritonExperts,
     PairedTritonMatrix,
     RoundedTritonMatrix,
+    TokenTritonMatrix,
     TritonExperts,
     TritonMatrix,
 )
@@ -63,7 +64,7 @@ from nanovllm.backends.gpu.sample import sample
 from nanovllm.backends.gpu.triton_backend import TritonKernels
 from nanovllm.features.edits.edit_logits import MaskAndPenalties, edit_logits_reference
 from nanovllm.features.families.qwen3_moe.ops import route_reference
-from nanovllm.features.quantized.torch_matrix import DynamicMatrix
+from nanovllm.features.quantized.torch_matrix import DynamicMatrix, TokenMatrix, TorchMatrix
 from nanovllm.ops.norm_rope_store import NormRope, norm_rope_store_reference
 from nanovllm.ops.rms_norm import add_rms_norm_reference, rms_norm_reference
 from nanovllm.ops.sample import uniform_reference
@@ -416,21 +417,28 @@ def test_experts_in_pairs_are_those_code_by_code(form: tuple[int, int, bool], nu
 
 @pytest.mark.parametrize("num_rows", [1, 17, 65, 300])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_rounded_products_have_the_bits_of_the_reference_eager_and_replayed(dtype: torch.dtype, num_rows: int) -> None:
+@pytest.mark.parametrize(
+    ("ours", "reference"), [(RoundedTritonMatrix, DynamicMatrix), (TokenTritonMatrix, TokenMatrix)]
+)
+def test_rounded_products_have_the_bits_of_the_reference_eager_and_replayed(
+    ours: type[RoundedTritonMatrix], reference: type[TorchMatrix], dtype: torch.dtype, num_rows: int
+) -> None:
     """The 70 columns are in two tiles, and the 300 rows in three. All sums of the reference are whole numbers.
+
+    With a scale for a token the sums of 1,100 inputs are in two parts.
 
     Triton 3.6 fuses operations on GPUs of compute capability 10.0 and more, though it is told not to.
     """
-    codes = make_codes((70, 520), 8, 0, False)
-    matrix = RoundedTritonMatrix(codes, dtype)
-    x = torch.randn(num_rows, 520, device=CUDA).to(dtype)
+    codes = make_codes((70, 1100), 8, 0, False)
+    matrix = ours(codes, dtype)
+    x = torch.randn(num_rows, 1100, device=CUDA).to(dtype)
     graph = torch.cuda.CUDAGraph()
     matrix.multiply(x, None)  # compiles
     with torch.cuda.graph(graph):
         y = matrix.multiply(x, None)
-    x.copy_(torch.randn(num_rows, 520, device=CUDA))
+    x.copy_(torch.randn(num_rows, 1100, device=CUDA))
     graph.replay()
-    expected = DynamicMatrix(codes, dtype).multiply(x, None)
+    expected = reference(codes, dtype).multiply(x, None)
     for got in (matrix.multiply(x, None), y):
         assert torch.equal(got, expected)
 

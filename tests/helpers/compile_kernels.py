@@ -51,6 +51,7 @@ from nanovllm.backends.gpu import (
     sample,
     sample_filter,
     step_inputs,
+    token_linear,
     token_logprobs,
     triton_shim,
 )
@@ -123,6 +124,7 @@ COUNTED = (
     "_few_rows_kernel",
     "_rounded_groups_kernel",
     "_grouped_rounded_groups_kernel",
+    "_token_linear_kernel",
 )
 """Kernels whose instructions are counted."""
 
@@ -193,6 +195,8 @@ def launches(models: dict[str, Model], block_sizes: tuple[int, ...], arch: int, 
             for rounding, types in roundings:
                 config = rms_norm.rms_norm_config(size, add, rounding)
                 yield launch(rms_norm._rms_norm_kernel, config, weight_ptr=wide, **types)
+        config = rms_norm.rms_norm_config(model.hidden_size, True, rounded_linear.TOKEN_ROUNDING)
+        yield launch(rms_norm._rms_norm_kernel, config, weight_ptr=wide, codes_ptr="*i8")
         for block_size, (cache, cache_itemsize) in product(block_sizes, caches.items()):
             types = {}
             if cache in CODES:
@@ -224,7 +228,7 @@ def launches(models: dict[str, Model], block_sizes: tuple[int, ...], arch: int, 
             for rounding, types in roundings:
                 config = gated_rms_norm.gated_rms_norm_config(model.value_heads, 128, rounding)
                 yield launch(gated_rms_norm._gated_rms_norm_kernel, config, **types)
-                config = gate_and_mul.gate_and_mul_config(False, rounding)
+                config = gate_and_mul.gate_and_mul_config(False, model.num_heads * model.head_dim, rounding)
                 yield launch(gate_and_mul._gate_and_mul_kernel, config, **types)
             for ranks in (1, 8):
                 config = gated_delta.head_config(16 // ranks, model.value_heads // ranks, 128, 128)
@@ -254,7 +258,10 @@ def launches(models: dict[str, Model], block_sizes: tuple[int, ...], arch: int, 
         for config in few_rows_configs():
             yield launch(few_rows._few_rows_kernel, config)
     for rounding, types in roundings:
-        yield launch(gate_and_mul._gate_and_mul_kernel, gate_and_mul.gate_and_mul_config(True, rounding), **types)
+        yield launch(gate_and_mul._gate_and_mul_kernel, gate_and_mul.gate_and_mul_config(True, 3072, rounding), **types)
+    for size in (3072, gate_and_mul.LARGEST_BLOCK):
+        config = gate_and_mul.gate_and_mul_config(True, size, rounded_linear.TOKEN_ROUNDING)
+        yield launch(gate_and_mul._gate_and_mul_kernel, config, codes_ptr="*i8")
     num_chunks = -(-VOCAB_SIZE // sample.CHUNK)
     # Edited logits are float32.
     for kind, pointer in {dtype: own, torch.float32: "*fp32"}.items():
@@ -301,7 +308,14 @@ def quantized_launches(
             kernel = paired_linear._grouped_paired_kernel if is_grouped else paired_linear._paired_linear_kernel
             yield kernel, config, {"pairs_ptr": "*i16"}
     codes = dict.fromkeys(("x_ptr", "codes_ptr"), "*i8") | {"x_scales_ptr": "*fp32"}
-    yield rounded_linear._round_inputs_kernel, rounded_linear.round_config(), {"codes_ptr": "*i8"}
+    for rounding in (rounded_linear.ROUNDING, rounded_linear.TOKEN_ROUNDING):
+        # The output of attention of 0.6B; the most numbers that a gate leaves to this kernel in a model of today.
+        for num_groups in (16, 256) if rounding.by_token else (16,):
+            config = rounded_linear.round_config(num_groups, rounding)
+            yield rounded_linear._round_inputs_kernel, config, {"codes_ptr": "*i8"}
+    for i, tile in enumerate(token_linear.TILES):
+        config = token_linear.token_linear_config(tile, has_bias=i == 1)
+        yield token_linear._token_linear_kernel, config, codes | {"partial_ptr": "*i32"}
     for tile in (rounded_linear.SMALL_TILE, rounded_linear.TILE, rounded_linear.LARGE_TILE):
         config = {"HAS_BIAS": tile == rounded_linear.TILE, "BAND": rounded_linear.BAND}
         yield rounded_linear._rounded_linear_kernel, config | rounded_linear.tile_config(tile), codes
@@ -310,7 +324,8 @@ def quantized_launches(
             yield rounded_groups._rounded_groups_kernel, config | groups | rounded_linear.tile_config(tile), codes
     for num_tokens in (1, 512, 1024) if formats is FORMATS else (1, 1024):
         config = rounded_linear.grouped_config(num_tokens, 128, gather=num_tokens == 1)
-        yield rounded_linear._grouped_rounded_kernel, config, codes
+        for by_token in (False, True):
+            yield rounded_linear._grouped_rounded_kernel, config | {"BY_TOKEN": by_token}, codes
         groups = rounded_groups.group_config(128) if num_tokens == 1 else rounded_groups.group_config(32)
         yield rounded_groups._grouped_rounded_groups_kernel, config | groups, codes
 
@@ -329,7 +344,7 @@ def paired_configs(formats: Iterable[tuple[int, int, bool]]) -> Iterator[dict[st
 
 def fp8_launches() -> Iterator[tuple[Any, dict[str, int], dict[str, str]]]:
     """Yield the kernels of fp8 by fp8."""
-    yield round_to_fp8._round_to_fp8_kernel, rounded_linear.round_config(), {"codes_ptr": "*fp8e4nv"}
+    yield round_to_fp8._round_to_fp8_kernel, round_to_fp8.round_to_fp8_config(), {"codes_ptr": "*fp8e4nv"}
     codes = dict.fromkeys(("x_ptr", "codes_ptr"), "*fp8e4nv") | {"x_scales_ptr": "*fp32"}
     for tile in (rounded_linear.SMALL_TILE, rounded_linear.TILE, rounded_linear.LARGE_TILE):
         config = {"HAS_BIAS": False, "BAND": rounded_linear.BAND} | rounded_groups.group_config(128)

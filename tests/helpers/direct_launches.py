@@ -37,6 +37,7 @@ from nanovllm.features.distributed.pipeline import FirstStage, PipelineHandle, S
 from nanovllm.features.edits.logit_edits import LogitEdits, PenaltyCounts
 from nanovllm.features.families.qwen3_moe.decoder import Experts
 from nanovllm.features.quantized.codes import Codes
+from nanovllm.features.quantized.formats import InputScales
 from nanovllm.models.layers.linear import MatrixModule
 from nanovllm.ops.attention import AttentionVariant, KVCache
 from nanovllm.runner.model_runner import ModelRunner
@@ -318,11 +319,15 @@ def serve_as_a_stage(runner: ModelRunner) -> None:
 
 
 def quantize(
-    runner: ModelRunner, bits: int, group_size: int | None, rounds_inputs: bool = False, is_fp8: bool = False
+    runner: ModelRunner,
+    bits: int,
+    group_size: int | None,
+    input_scales: InputScales | None = None,
+    is_fp8: bool = False,
 ) -> None:
     """Give every matrix but an untied embedding codes without values. Those of 4 bits have zeros."""
     operators = Operators(runner.backend)
-    form = (runner.dtype, rounds_inputs)
+    form = (runner.dtype, input_scales)
 
     def make_codes(*shape: int) -> Codes:
         *outs, size = shape
@@ -412,15 +417,20 @@ def missing_kernels() -> dict[str, list[str]]:
         "int8": missing(serve_prompts, "qwen3-0.6b", quantized=(8, None)),
         "int8 in pairs": missing_in_pairs("qwen3-0.6b", 8, None),
         "experts, int4 by group, in pairs": missing_in_pairs("qwen3-30b-a3b", 4, 128),
-        "int8-dynamic": missing(serve_logprobs, "qwen3-0.6b", quantized=(8, None, True)),
+        "int8-dynamic": missing(serve_logprobs, "qwen3-0.6b", quantized=(8, None, InputScales.GROUP)),
+        "w8a8": missing(serve_logprobs, "qwen3-0.6b", quantized=(8, None, InputScales.TOKEN)),
+        "experts, w8a8": missing(serve_prompts, "qwen3-30b-a3b", quantized=(8, None, InputScales.TOKEN)),
+        "states, w8a8": missing(serve_prompts, "qwen3.5-0.8b", quantized=(8, None, InputScales.TOKEN)),
         "int8, log-probabilities": missing(serve_logprobs, "qwen3-0.6b", quantized=(8, None)),
         "int4 by group, few sequences": missing(serve_prompts, "qwen3-8b", quantized=(4, 128), max_num_seqs=4),
         "experts, int8": missing(serve_prompts, "qwen3-30b-a3b", quantized=(8, None)),
-        "experts, int8-dynamic": missing(serve_prompts, "qwen3-30b-a3b", quantized=(8, None, True)),
-        "int4 by group, int8-dynamic": missing(serve_prompts, "qwen3-8b", quantized=(4, 128, True)),
-        "experts, int4 by group, int8-dynamic": missing(serve_prompts, "qwen3-30b-a3b", quantized=(4, 128, True)),
-        "fp8 codes": missing(serve_prompts, "qwen3-8b", quantized=(8, 128, False, True)),
-        "experts, fp8 codes": missing(serve_prompts, "qwen3-30b-a3b", quantized=(8, 128, False, True)),
+        "experts, int8-dynamic": missing(serve_prompts, "qwen3-30b-a3b", quantized=(8, None, InputScales.GROUP)),
+        "int4 by group, int8-dynamic": missing(serve_prompts, "qwen3-8b", quantized=(4, 128, InputScales.GROUP)),
+        "experts, int4 by group, int8-dynamic": missing(
+            serve_prompts, "qwen3-30b-a3b", quantized=(4, 128, InputScales.GROUP)
+        ),
+        "fp8 codes": missing(serve_prompts, "qwen3-8b", quantized=(8, 128, None, True)),
+        "experts, fp8 codes": missing(serve_prompts, "qwen3-30b-a3b", quantized=(8, 128, None, True)),
         "experts, int4 by group": missing(serve_prompts, "qwen3-30b-a3b", quantized=(4, 128)),
         "rank 0 of two": missing(serve_as_a_rank, "qwen3-0.6b", parallel=one_rank_of_two(0)),
         "rank 1 of two": missing(serve_as_a_rank, "qwen3-30b-a3b", parallel=one_rank_of_two(1)),

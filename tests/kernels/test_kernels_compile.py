@@ -82,7 +82,7 @@ def check(compiled: list[dict[str, Any]]) -> None:
     for result in compiled:
         assert result["shared"] <= SHARED_KIB[result["arch"]] * 1024, result
         check_waits_first(result)
-        if "rounded" in result["kernel"]:
+        if "rounded" in result["kernel"] or result["kernel"] == "_token_linear_kernel":
             # For sm_100 and sm_120 Triton 3.6 has an assembler that fuses them in pairs, though it is told not to.
             assert result["fused"] == result["stack"] == 0, f"products and sums are rounded once, or spills: {result}"
         if result["arch"] == 90:

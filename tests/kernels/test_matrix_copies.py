@@ -73,7 +73,7 @@ def test_each_form_has_the_same_copy(codes: Codes) -> None:
 def test_new_weights_come_into_the_copy() -> None:
     """CUDA graphs read it."""
     operators = Operators(TritonKernels(DEVICE))
-    old, new = (operators.make_matrix(make_codes((9, 64), 8, 0, False, seed), HALF, False) for seed in (0, 1))
+    old, new = (operators.make_matrix(make_codes((9, 64), 8, 0, False, seed), HALF, None) for seed in (0, 1))
     old.keep_copy()
     place = old.copy.data_ptr()
     assert operators.keep_place(old, new) is old

@@ -179,10 +179,10 @@ def test_the_switch_is_off_and_takes_what_has_a_kernel(monkeypatch: pytest.Monke
     operators = Operators(TritonKernels(DEVICE))
     codes = int8_codes(9, 100)
     experts = int8_codes(3, 9, 100)
-    assert type(operators.make_matrix(codes, HALF, False)) is TritonMatrix
-    assert type(operators.make_experts(experts, HALF, False)) is TritonExperts
+    assert type(operators.make_matrix(codes, HALF, None)) is TritonMatrix
+    assert type(operators.make_experts(experts, HALF, None)) is TritonExperts
     monkeypatch.setattr(quantized, "TAKES_PAIRS", True)
-    old, new = (operators.make_matrix(codes, HALF, False) for _ in "on")
+    old, new = (operators.make_matrix(codes, HALF, None) for _ in "on")
     assert type(old) is PairedTritonMatrix
     for others, dtype in (
         (codes, torch.float32),
@@ -190,14 +190,14 @@ def test_the_switch_is_off_and_takes_what_has_a_kernel(monkeypatch: pytest.Monke
         (make_codes((9, 256), 4, 32, True), HALF),
         (make_codes((9, 256), 8, 0, True), HALF),
     ):
-        assert type(operators.make_matrix(others, dtype, False)) is TritonMatrix
+        assert type(operators.make_matrix(others, dtype, None)) is TritonMatrix
     # New codes come into the memory of the old ones, which CUDA graphs read.
     new._codes.codes.neg_()
     x = randn(3, 100, dtype=HALF)
     expected = new.multiply(x, None)
     assert operators.keep_place(old, new) is old
     assert torch.equal(paired_linear(x, old._codes, None, old._arrivals), expected)
-    paired = operators.make_experts(experts, HALF, False)
+    paired = operators.make_experts(experts, HALF, None)
     assert type(paired) is PairedTritonExperts
     routing = make_routing(3, 3)
     num_pairs = int(routing.offsets[-1])

@@ -23,6 +23,7 @@ from nanovllm.backends.gpu.rounded_groups import grouped_rounded_groups, rounded
 from nanovllm.backends.gpu.triton_backend import TritonKernels
 from nanovllm.features.families.qwen3_moe.ops import Routing, route_reference
 from nanovllm.features.quantized.dynamic import round_inputs_to_fp8
+from nanovllm.features.quantized.formats import InputScales
 from nanovllm.features.quantized.torch_matrix import DynamicExperts, DynamicMatrix
 
 BACKEND = TritonKernels(DEVICE)
@@ -41,9 +42,9 @@ def test_products_take_the_rounded_form_that_their_inputs_carry() -> None:
     """They launch no rounding. Columns that were sorted by their group need inputs in that order, rounded anew."""
     routing = route_reference(randn(9, 3, seed=3), 2, True, torch.arange(9, device=DEVICE))
     codes = make_codes((20, 256), 4, 64, True)
-    matrix = OPERATORS.make_matrix(codes, HALF, True)
-    mixed = OPERATORS.make_matrix(replace(codes, order=torch.randperm(256).to(DEVICE)), HALF, True)
-    experts = OPERATORS.make_experts(make_codes((3, 20, 256), 4, 64, True), HALF, True)
+    matrix = OPERATORS.make_matrix(codes, HALF, InputScales.GROUP)
+    mixed = OPERATORS.make_matrix(replace(codes, order=torch.randperm(256).to(DEVICE)), HALF, InputScales.GROUP)
+    experts = OPERATORS.make_experts(make_codes((3, 20, 256), 4, 64, True), HALF, InputScales.GROUP)
     normed = BACKEND.rms_norm(randn(9, 256, dtype=HALF), randn(256, dtype=HALF), 1e-6)
     with noted() as launches:
         matrix.multiply(normed, None)
@@ -68,7 +69,7 @@ def test_products_have_the_bits_of_the_reference_in_every_tile(
     x = randn(70, codes.in_features, dtype=dtype)
     x[3] = 0
     expected = DynamicMatrix(codes, dtype).multiply(x, bias)
-    matrix = OPERATORS.make_matrix(codes, dtype, True)
+    matrix = OPERATORS.make_matrix(codes, dtype, InputScales.GROUP)
     assert isinstance(matrix, GroupedTritonMatrix) and matrix.row_limits == (16, 64)
     for num_rows in (1, 16, 17, 70):
         assert torch.equal(matrix.multiply(x[:num_rows], bias), expected[:num_rows])
@@ -87,11 +88,14 @@ def test_the_reference_is_near_the_dequantised_product(group_size: int) -> None:
 def test_one_scale_a_row_is_multiplied_by_at_the_end() -> None:
     """As int8 at load is, by the kernel that exists for it."""
     codes = make_codes((40, 200), 4, 0, True)
-    matrix = OPERATORS.make_matrix(codes, HALF, True)
+    matrix = OPERATORS.make_matrix(codes, HALF, InputScales.GROUP)
     assert type(matrix) is RoundedTritonMatrix
     x = randn(5, 200, dtype=HALF)
     assert torch.equal(matrix.multiply(x, None), DynamicMatrix(codes, HALF).multiply(x, None))
-    assert type(OPERATORS.make_experts(make_codes((2, 40, 200), 4, 0, True), HALF, True)) is RoundedTritonExperts
+    assert (
+        type(OPERATORS.make_experts(make_codes((2, 40, 200), 4, 0, True), HALF, InputScales.GROUP))
+        is RoundedTritonExperts
+    )
 
 
 def test_codes_are_kept_in_a_byte_without_their_zero() -> None:
@@ -107,7 +111,7 @@ def test_codes_are_kept_in_a_byte_without_their_zero() -> None:
 
 def test_sorted_columns_meet_the_inputs_columns() -> None:
     codes = make_codes((24, 320), 4, 64, True, is_sorted=True)
-    matrix = OPERATORS.make_matrix(codes, torch.float32, True)
+    matrix = OPERATORS.make_matrix(codes, torch.float32, InputScales.GROUP)
     x = randn(3, 320)
     assert torch.equal(matrix.multiply(x, None), DynamicMatrix(codes, torch.float32).multiply(x, None))
     exact = x @ codes.dequantize().T
@@ -125,7 +129,9 @@ def test_no_rows_make_no_product(num_rows: int, out_size: int) -> None:
 
 def test_new_codes_come_into_the_memory_of_the_old_ones() -> None:
     """CUDA graphs read it."""
-    old, new = (OPERATORS.make_matrix(make_codes((9, 128), 4, 64, False, seed), HALF, True) for seed in (1, 2))
+    old, new = (
+        OPERATORS.make_matrix(make_codes((9, 128), 4, 64, False, seed), HALF, InputScales.GROUP) for seed in (1, 2)
+    )
     x = randn(3, 128, dtype=HALF)
     expected = new.multiply(x, None)
     assert not torch.equal(old.multiply(x, None), expected)
@@ -148,17 +154,17 @@ def test_experts_products_have_the_bits_of_the_reference(
     x = randn(num_tokens if gather else num_tokens * 2, in_size)
     count = int(routing.offsets[-1])
     expected = DynamicExperts(codes, torch.float32).multiply(x, routing, gather)
-    assert isinstance(OPERATORS.make_experts(codes, torch.float32, True), GroupedTritonExperts)
+    assert isinstance(OPERATORS.make_experts(codes, torch.float32, InputScales.GROUP), GroupedTritonExperts)
     y = grouped_rounded_groups(x, lay_groups(codes.widen()), in_size, routing, gather)
     assert torch.equal(y[:count], expected[:count])
 
 
 def test_what_no_step_fits_is_refused() -> None:
     with pytest.raises(ValueError, match="multiple of 32 weights, and these have 48: leave quantization out"):
-        OPERATORS.make_matrix(make_codes((8, 96), 4, 48, False), HALF, True)
+        OPERATORS.make_matrix(make_codes((8, 96), 4, 48, False), HALF, InputScales.GROUP)
     experts = make_codes((2, 8, 64), 4, 32, False)
     with pytest.raises(ValueError, match="desc_act"):
-        OPERATORS.make_experts(replace(experts, order=torch.arange(64).expand(2, 64)), HALF, True)
+        OPERATORS.make_experts(replace(experts, order=torch.arange(64).expand(2, 64)), HALF, InputScales.GROUP)
 
 
 # ---- fp8 by fp8, which the benchmark alone asks for
@@ -188,7 +194,7 @@ def test_inputs_become_fp8_by_the_rule(size: int) -> None:
 @pytest.mark.parametrize(("in_size", "group_size"), [(256, 128), (320, 128), (300, 0)])
 def test_fp8_by_fp8_is_the_product_of_the_rounded_inputs(in_size: int, group_size: int) -> None:
     codes = make_floats((70, in_size), group_size)
-    matrix = OPERATORS.make_matrix(codes, torch.float32, True)
+    matrix = OPERATORS.make_matrix(codes, torch.float32, InputScales.GROUP)
     x = randn(70, in_size)
     found = round_to_fp8(x)
     groups = found.codes.float().view(70, -1, 128) * found.scales.T[:, :, None]
@@ -198,8 +204,8 @@ def test_fp8_by_fp8_is_the_product_of_the_rounded_inputs(in_size: int, group_siz
         torch.testing.assert_close(got, expected[:num_rows], rtol=1e-4, atol=1e-3 * float(expected.abs().max()))
     experts = make_floats((2, 70, in_size), group_size)
     routing = route_reference(randn(20, 2, seed=3), 2, True, torch.arange(20, device=DEVICE))
-    got = OPERATORS.make_experts(experts, torch.float32, True).multiply(x[:20], routing, True)
+    got = OPERATORS.make_experts(experts, torch.float32, InputScales.GROUP).multiply(x[:20], routing, True)
     for expert, (begin, end) in enumerate(zip(routing.offsets, routing.offsets[1:], strict=False)):
-        alone = OPERATORS.make_matrix(experts.take_expert(expert), torch.float32, True)
+        alone = OPERATORS.make_matrix(experts.take_expert(expert), torch.float32, InputScales.GROUP)
         expected = alone.multiply(x[routing.tokens[begin:end].long()], None)
         torch.testing.assert_close(got[begin:end], expected, rtol=1e-4, atol=1e-3)

@@ -63,7 +63,7 @@ def test_tokens_on_triton_are_those_on_torch(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("quantization", ["int8", "int8-dynamic"])
+@pytest.mark.parametrize("quantization", ["int8", "int8-dynamic", "w8a8"])
 def test_quantised_tokens_on_triton_are_those_on_torch(tmp_path: Path, quantization: str) -> None:
     """The first layer is dense, and the second one has experts."""
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "mlp_only_layers": [0]}

@@ -1,6 +1,10 @@
-"""int8-dynamic: the rule of rounding, and the tokens of an engine beside transformers with inputs rounded by hand."""
+"""Rounded inputs: the rules, and the tokens of an engine beside transformers with inputs rounded by hand.
+
+They have a scale for each group with int8-dynamic, and for each token with w8a8.
+"""
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -23,9 +27,11 @@ from nanovllm.apps.jobs.provenance import read_provenance
 from nanovllm.backends.cpu.backend import CpuBackend
 from nanovllm.features.quantized.checkpoints import find_format
 from nanovllm.features.quantized.codes import quantize_int8
-from nanovllm.features.quantized.dynamic import GROUP, multiply_rounded, round_inputs
+from nanovllm.features.quantized.dynamic import GROUP, multiply_rounded, multiply_rounded_tokens, round_inputs
+from nanovllm.features.quantized.formats import InputScales
 
 DYNAMIC = {"quantization": "int8-dynamic"}
+W8A8 = {"quantization": "w8a8"}
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "head_dim": 64}
 """A shape whose matrices two ranks cut between groups."""
 
@@ -38,22 +44,24 @@ WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, 
     size=st.integers(1, 300),
     seed=st.integers(0, 2**30),
     exponents=st.lists(st.integers(-140, 120), min_size=3, max_size=3),
+    by_token=st.booleans(),
 )
-def test_each_group_is_rounded_to_its_own_127_steps(size: int, seed: int, exponents: list[int]) -> None:
+def test_each_group_is_rounded_to_its_own_127_steps(size: int, seed: int, exponents: list[int], by_token: bool) -> None:
     """Compared with a loop over single float32 numbers, each operation of which is rounded."""
     generator = np.random.default_rng(seed)
     x = generator.standard_normal(size, dtype=np.float32)
     for group, exponent in enumerate(exponents):
         x[group * GROUP : (group + 1) * GROUP] *= np.float32(2.0**exponent)
-    codes, scales = round_inputs(torch.from_numpy(x)[None])
-    assert codes.shape == (1, -(-size // GROUP), GROUP) and codes.abs().max() <= 127
+    share = size if by_token else GROUP
+    codes, scales = round_inputs(torch.from_numpy(x)[None], share)
+    assert codes.shape == (1, -(-size // share), share) and codes.abs().max() <= 127
     for group in range(codes.shape[1]):
-        values = x[group * GROUP : (group + 1) * GROUP]
+        values = x[group * share : (group + 1) * share]
         most = np.abs(values).max()
         is_tiny = most < np.float32(2.0**-100)
         inverse = np.float32(0) if is_tiny else np.float32(127) / most
         expected = [float(np.rint(value * inverse)) for value in values]
-        assert codes[0, group].tolist() == expected + [0.0] * (GROUP - len(expected))
+        assert codes[0, group].tolist() == expected + [0.0] * (share - len(expected))
         assert scales[0, group].item() == (0 if is_tiny else float(most / np.float32(127)))
 
 
@@ -64,54 +72,69 @@ def test_ties_go_to_even_codes() -> None:
     assert scales.tolist() == [[1.0]]
 
 
-def test_products_are_those_of_the_rounded_inputs() -> None:
+@pytest.mark.parametrize(("multiply", "share"), [(multiply_rounded, GROUP), (multiply_rounded_tokens, None)])
+def test_products_are_those_of_the_rounded_inputs(multiply: Callable[..., Tensor], share: int | None) -> None:
     generator = torch.Generator().manual_seed(0)
     weight = quantize_int8(torch.randn(50, 300, generator=generator))
     x = torch.randn(9, 300, generator=generator)
     bias = torch.randn(50, generator=generator)
-    found = multiply_rounded(x, weight.codes, weight.scales[:, 0], bias)
-    expected = round_by_hand(x).double() @ weight.dequantize().double().T + bias
+    found = multiply(x, weight.codes, weight.scales[:, 0], bias)
+    expected = round_by_hand(x, share).double() @ weight.dequantize().double().T + bias
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-4)
     plain = x.double() @ weight.dequantize().double().T + bias
     assert (expected - plain).norm() < 0.01 * plain.norm()
 
 
+def test_the_largest_sums_of_a_token_are_exact() -> None:
+    """They need 27 bits, and float32 has 24."""
+    codes = torch.full((2, 8192), 127, dtype=torch.int8)
+    codes[0, -1] = 126
+    y = multiply_rounded_tokens(torch.ones(1, 8192), codes, torch.ones(2), None)
+    sums = torch.tensor([[8192 * 127**2 - 127, 8192 * 127**2]])
+    assert torch.equal(y, sums.float() * (torch.ones(1) / torch.full((1,), 127.0)))
+
+
+@pytest.mark.parametrize("multiply", [multiply_rounded, multiply_rounded_tokens])
 @pytest.mark.parametrize("broken", [torch.nan, torch.inf, -torch.inf])
-def test_a_broken_number_breaks_its_row_alone(broken: float) -> None:
+def test_a_broken_number_breaks_its_row_alone(broken: float, multiply: Callable[..., Tensor]) -> None:
     weight = quantize_int8(torch.randn(20, 300))
     x = torch.randn(3, 300)
     x[1, 200] = broken
-    y = multiply_rounded(x, weight.codes, weight.scales[:, 0], None)
+    y = multiply(x, weight.codes, weight.scales[:, 0], None)
     assert y[1].isnan().all() and y[[0, 2]].isfinite().all()
 
 
 # ---- the engine
 
 
-def round_by_hand(x: Tensor) -> Tensor:
-    """Return the values that the codes of x [..., in] stand for, float32."""
+def round_by_hand(x: Tensor, share: int | None = 128) -> Tensor:
+    """Return the values that the codes of x [..., in] stand for, float32. So many inputs share a scale; None: all."""
     parts = []
-    for part in x.float().split(128, -1):
+    for part in x.float().split(share or x.shape[-1], -1):
         most = part.abs().amax(-1, keepdim=True)
         parts.append(torch.round(part * (127 / most)) * (most / 127))
     return torch.cat(parts, -1)
 
 
-def multiply_by_hand(x: Tensor, weight: Tensor) -> Tensor:
-    return round_by_hand(x) @ weight.T
-
-
-def run_by_hand(folder: Path, scratch: Path, model_class: type = Qwen3ForCausalLM) -> list[list[int]]:
+def run_by_hand(
+    folder: Path, scratch: Path, model_class: type = Qwen3ForCausalLM, share: int | None = 128
+) -> list[list[int]]:
     """The tokens of transformers with rounded weights, every linear layer and expert of which rounds its input."""
-    return generate_by_hand(save_rounded(folder, scratch), model_class)
+    return generate_by_hand(save_rounded(folder, scratch), model_class, share=share)
 
 
-def generate_by_hand(rounded: Path, model_class: type, plain: tuple[str, ...] = (".gate",)) -> list[list[int]]:
+def generate_by_hand(
+    rounded: Path, model_class: type, plain: tuple[str, ...] = (".gate",), share: int | None = 128
+) -> list[list[int]]:
     """The tokens of transformers, every linear layer and expert of which rounds its input, but those of plain names."""
+
+    def multiply_by_hand(x: Tensor, weight: Tensor) -> Tensor:
+        return round_by_hand(x, share) @ weight.T
+
     model = model_class.from_pretrained(rounded, dtype=torch.float32, experts_implementation="eager").eval()
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.Linear) and not name.endswith(plain):
-            module.register_forward_pre_hook(lambda _, inputs: (round_by_hand(inputs[0]),))
+            module.register_forward_pre_hook(lambda _, inputs: (round_by_hand(inputs[0], share),))
         if name.endswith(".experts"):
             module.forward = mock.patch.object(F, "linear", multiply_by_hand)(module.forward)
     return [greedy(model, prompt, GREEDY.max_tokens or 0) for prompt in PROMPTS]
@@ -149,6 +172,21 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
     save_random(folder, model_class=Qwen3MoeForCausalLM, **sizes)
     return folder
+
+
+@pytest.mark.parametrize("kind", ["dense", "mixture"])
+def test_w8a8_has_one_scale_for_each_token(wide: Path, mixture: Path, kind: str, tmp_path: Path) -> None:
+    folder, model_class = {"dense": (wide, Qwen3ForCausalLM), "mixture": (mixture, Qwen3MoeForCausalLM)}[kind]
+    expected = run_by_hand(folder, tmp_path / "rounded", model_class, share=None)
+    assert run(folder, attention_backend="torch", **W8A8) == expected
+
+
+def test_a_w8a8_checkpoint_is_computed_as_it_was_made_for(wide: Path, tmp_path: Path) -> None:
+    """Its codes stay, its head stays in float32, and inputs have one scale a token."""
+    quantised, means = save_quantised(wide, tmp_path, *CHECKPOINTS["int8 w8a8"])
+    found = [tokens[:4] for tokens in run(quantised, attention_backend="torch", **W8A8)]
+    by_hand = generate_by_hand(means, Qwen3ForCausalLM, plain=("lm_head",), share=None)
+    assert found == [tokens[:4] for tokens in by_hand]
 
 
 @pytest.mark.parametrize("backend", ["torch", "cpu"])
@@ -212,12 +250,37 @@ def test_a_gpu_is_estimated_without_its_kernels(monkeypatch: pytest.MonkeyPatch,
 def test_checkpoints_of_floats_are_rounded_and_those_of_codes_keep_them() -> None:
     for config, is_rounded in ((FP8, True), (AWQ, False), (GPTQ | {"bits": 8}, False)):
         found = find_format("int8-dynamic", SimpleNamespace(quantization_config=config))
-        assert found.name == "int8-dynamic" and found.rounds_inputs and found.kept_bits == 8
+        assert found.name == "int8-dynamic" and found.input_scales is InputScales.GROUP and found.kept_bits == 8
         assert found.quantizes_head == is_rounded
     with pytest.raises(ValueError, match=r"\(gptq\) has codes of 8 bits with zeros, which fit no byte less their zero"):
         find_format("int8-dynamic", SimpleNamespace(quantization_config=GPTQ | {"bits": 8, "sym": False}))
     with pytest.raises(ValueError, match="'int8', and the checkpoint is quantised already"):
         find_format("int8", SimpleNamespace(quantization_config=AWQ))
+
+
+def test_w8a8_takes_codes_of_a_byte_with_one_scale_a_row_alone() -> None:
+    rows = GPTQ | {"bits": 8, "group_size": -1}
+    for config, is_rounded in ((None, True), (FP8, True), (CHECKPOINTS["int8 w8a8"][0], False), (rows, False)):
+        found = find_format("w8a8", SimpleNamespace(quantization_config=config))
+        assert found is not None and found.name == "w8a8" and found.input_scales is InputScales.TOKEN
+        assert found.kept_bits == 8 and found.quantizes_head == is_rounded
+    refused = {
+        "codes of 4 bits, in groups of 32, with zeros": AWQ,
+        "codes of 8 bits, in groups of 128": rows | {"group_size": 128},
+        "codes of 8 bits, one scale a row, with zeros": rows | {"sym": False},
+        "codes of 4 bits, one scale a row": rows | {"bits": 4},
+    }
+    for what, config in refused.items():
+        expected = rf"'w8a8', and the checkpoint \(\w+\) has {what}; it must have int8 codes without zeros"
+        with pytest.raises(ValueError, match=expected):
+            find_format("w8a8", SimpleNamespace(quantization_config=config))
+
+
+def test_the_c_kernels_refuse_w8a8(wide: Path) -> None:
+    if reason := CpuBackend.why_cannot(torch.device("cpu")):
+        pytest.skip(reason)
+    with pytest.raises(ValueError, match=r"'w8a8': the C\+\+ kernels .* 128 of them, and not for a token: use \"int8-"):
+        LLM(str(wide), **SMALL, attention_backend="cpu", **W8A8)
 
 
 @pytest.mark.parametrize("name", ["awq", "gptq whole rows", "packed", "int8 w8a8"])

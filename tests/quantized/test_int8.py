@@ -212,7 +212,9 @@ def test_a_tensor_that_does_not_fit_is_named(change, named: str, tmp_path: Path)
 
 
 def test_options_that_cannot_be_had_say_what_can(tiny: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"quantization is 'int9'; it must be one of int8, int8-dynamic, awq, gptq,"):
+    with pytest.raises(
+        ValueError, match=r"quantization is 'int9'; it must be one of int8, int8-dynamic, w8a8, awq, gptq,"
+    ):
         LLM(str(tiny), quantization="int9")
     with pytest.raises(ValueError, match=r'has no quantization_config.*quantization="int8"'):
         LLM(str(tiny), quantization="awq", **SMALL)

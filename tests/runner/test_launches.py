@@ -36,6 +36,7 @@ from nanovllm.backends.gpu.startup import keep_one_layer_of_each_kind
 from nanovllm.backends.steps import EAGER
 from nanovllm.config import MAX_NUM_SEQS
 from nanovllm.features.families.qwen3_moe.ops import Routing
+from nanovllm.features.quantized.formats import InputScales
 from nanovllm.models.decoder import Layer
 from nanovllm.models.layers.parallel import Parallel
 from nanovllm.ops.attention import AttentionVariant, KVCache
@@ -112,16 +113,19 @@ def test_the_start_runs_layers_in_their_order() -> None:
             CudaGraphs(runner).run_once(1)
 
 
-@pytest.mark.parametrize("size", [16, 256])
-def test_norms_and_silu_round_the_inputs_of_the_products_that_follow(size: int) -> None:
+@pytest.mark.parametrize(
+    ("size", "input_scales"), [(16, InputScales.GROUP), (256, InputScales.GROUP), (256, InputScales.TOKEN)]
+)
+def test_norms_and_silu_round_the_inputs_of_the_products_that_follow(size: int, input_scales: InputScales) -> None:
     """The output of attention alone is rounded by a kernel of its own."""
     with pretend_runner() as runner:
-        quantize(runner, 8, None, rounds_inputs=True)
+        quantize(runner, 8, None, input_scales)
         graphs = CudaGraphs(runner)
         with noted() as launches, Operators() as operators:
             graphs.run_once(size)
     counts = Counter(launch.kernel.__name__ for launch in launches)
-    products = {"_rounded_linear_kernel": 4 * LAYERS + 1, "_round_inputs_kernel": LAYERS}
+    product = "_token_linear_kernel" if input_scales is InputScales.TOKEN else "_rounded_linear_kernel"
+    products = {product: 4 * LAYERS + 1, "_round_inputs_kernel": LAYERS}
     assert counts == ONCE | dict.fromkeys(A_LAYER, LAYERS) | {"_rms_norm_kernel": 2 * LAYERS + 1} | products
     assert "linear" not in operators.counts
 
@@ -129,7 +133,7 @@ def test_norms_and_silu_round_the_inputs_of_the_products_that_follow(size: int) 
 def test_a_hybrid_launches_no_rounding() -> None:
     """Norms and gates write all that its products read: those of attention and of the states, too."""
     with pretend_runner("qwen3.5-0.8b", max_num_seqs=64) as runner:
-        quantize(runner, 8, None, rounds_inputs=True)
+        quantize(runner, 8, None, input_scales=InputScales.GROUP)
         graphs = CudaGraphs(runner)
         with noted() as launches:
             graphs.run_once(64)
@@ -292,8 +296,16 @@ class WriteGuard(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("model", ["qwen3-0.6b", "qwen3-30b-a3b", "qwen3.5-35b-a3b"])
-def test_nobody_writes_to_activations_that_carry_their_rounded_form(model: str) -> None:
+@pytest.mark.parametrize(
+    ("model", "input_scales"),
+    [
+        ("qwen3-0.6b", InputScales.TOKEN),
+        ("qwen3-30b-a3b", InputScales.GROUP),
+        ("qwen3-30b-a3b", InputScales.TOKEN),
+        ("qwen3.5-35b-a3b", InputScales.GROUP),
+    ],
+)
+def test_nobody_writes_to_activations_that_carry_their_rounded_form(model: str, input_scales: InputScales) -> None:
     """Tensors of inference mode count no versions, so nothing could find such a write in a step."""
     made: dict[int, Tensor] = {}
 
@@ -303,7 +315,7 @@ def test_nobody_writes_to_activations_that_carry_their_rounded_form(model: str) 
         return give_rounded(x, rounding)
 
     with pretend_runner(model, num_layers=4) as runner, ExitStack() as patches:
-        quantize(runner, 8, None, rounds_inputs=True)
+        quantize(runner, 8, None, input_scales)
         for module in (rms_norm, gate_and_mul, gated_rms_norm):
             patches.enter_context(mock.patch.object(module, "give_rounded", note))
         with noted() as launches, WriteGuard(made):

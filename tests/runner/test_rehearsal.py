@@ -182,7 +182,7 @@ def test_experts(experts: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("quantization", "kind"), [("int8", "hybrid"), ("int8-dynamic", "experts"), ("int8-dynamic", "hybrid")]
+    ("quantization", "kind"), [("int8", "hybrid"), ("int8-dynamic", "experts"), ("w8a8", "hybrid")]
 )
 def test_quantised_weights(quantization: str, kind: str, request: pytest.FixtureRequest) -> None:
     """Embedding, head, projections and experts are int8. Decodes run as graphs, with default options.

@@ -12,7 +12,7 @@ from nanovllm.backends.cpu.huge_pages import huge_pages, return_freed_memory
 from nanovllm.backends.cpu.library import PANEL, KernelLibrary, cpu_library, open_library, read_constant
 from nanovllm.backends.cpu.scratch import Scratch
 from nanovllm.features.quantized.codes import Codes
-from nanovllm.features.quantized.formats import Format
+from nanovllm.features.quantized.formats import Format, InputScales
 from nanovllm.features.quantized.torch_matrix import MatrixOperators
 from nanovllm.models.layers.linear import PackedMatrix
 from nanovllm.utils.integers import ceil_div
@@ -139,15 +139,15 @@ class Operators(MatrixOperators):
     def __init__(self, backend: CpuBackend) -> None:
         self._scratch = backend.scratch
 
-    def make_matrix(self, codes: Codes, dtype: torch.dtype, rounds_inputs: bool) -> PackedMatrix:
-        if not rounds_inputs:
+    def make_matrix(self, codes: Codes, dtype: torch.dtype, input_scales: InputScales | None) -> PackedMatrix:
+        if input_scales is None:
             return CpuMatrix(codes, dtype, self._scratch)
         from nanovllm.backends.cpu.dynamic import DynamicCpuMatrix
 
         return DynamicCpuMatrix(codes, dtype, self._scratch)
 
-    def make_experts(self, codes: Codes, dtype: torch.dtype, rounds_inputs: bool) -> CpuExperts:
-        if not rounds_inputs:
+    def make_experts(self, codes: Codes, dtype: torch.dtype, input_scales: InputScales | None) -> CpuExperts:
+        if input_scales is None:
             return CpuExperts(codes, dtype, self._scratch)
         from nanovllm.backends.cpu.dynamic import DynamicCpuExperts
 
@@ -156,14 +156,17 @@ class Operators(MatrixOperators):
     def why_cannot(self, format: Format) -> str | None:
         if format.has_floats:
             return 'the C++ kernels do not multiply fp8: leave quantization out, or use quantization="int8"'
-        if format.rounds_inputs and not format.quantizes_head:
+        if format.input_scales is InputScales.TOKEN:
+            instead = 'use "int8-dynamic"' if format.quantizes_head else "leave quantization out"
+            return f"the C++ kernels round inputs with a scale for 128 of them, and not for a token: {instead}"
+        if format.input_scales is not None and not format.quantizes_head:
             return "the C++ kernels round inputs for weights that are rounded at load alone: leave quantization out"
         return None
 
     def warn(self, format: Format) -> None:
         from nanovllm.backends.cpu.dynamic import dynamic_library
 
-        if format.rounds_inputs and not dynamic_library().multiplies_bytes:
+        if format.input_scales is not None and not dynamic_library().multiplies_bytes:
             logger.warning(
                 "this processor has no instruction that multiplies bytes (AVX-512 VNNI, AVX-VNNI or Arm's dot "
                 'product): quantization="int8-dynamic" gives the same numbers as with one, more slowly'

@@ -9,11 +9,14 @@ from torch import Tensor
 
 from nanovllm.backends.gpu.launch import launch, wait_for_predecessor
 from nanovllm.backends.gpu.round_groups import Rounding, give_rounded, rounding_config, store_rounded
-from nanovllm.backends.gpu.triton_shim import tl, triton
+from nanovllm.backends.gpu.triton_shim import next_power_of_2, tl, triton
 from nanovllm.utils.integers import ceil_div
 
 BLOCK = 1024
 """Columns of a program: eight elements of each input a thread."""
+
+LARGEST_BLOCK = 16384
+"""The most columns of a program that rounds a whole row."""
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_groups"])
@@ -33,11 +36,12 @@ def _gate_and_mul_kernel(
     BLOCK: tl.constexpr,
     GROUP: tl.constexpr,
     LEAST: tl.constexpr,
+    BY_TOKEN: tl.constexpr,
     PDL: tl.constexpr,
 ):
     # Grid (num_tokens, size / BLOCK).
     # A program owns BLOCK columns of one row. It computes in float32 and rounds the activated gate, as the references.
-    # With a GROUP it rounds the products to int8, too.
+    # With a GROUP it rounds the products to int8, too. BY_TOKEN, the row is one block.
     # Rows of padding are like any other; their values stay in them.
     wait_for_predecessor(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -51,20 +55,27 @@ def _gate_and_mul_kernel(
     tl.store(out_ptr + row * size + column, out, mask=inside)
     if GROUP:
         first = tl.program_id(1) * (BLOCK // GROUP)
-        store_rounded(out.to(tl.float32), (codes_ptr, scales_ptr, num_rows, num_groups), row, first, GROUP, LEAST)
+        places = (codes_ptr, scales_ptr, num_rows, num_groups)
+        store_rounded(out.to(tl.float32), places, row, first, GROUP, LEAST, BY_TOKEN)
 
 
-def gate_and_mul_config(silu: bool, rounding: Rounding | None) -> dict[str, float]:
-    """Return the constants to compile with."""
-    return {"SILU": silu, "BLOCK": BLOCK, "num_warps": 4} | rounding_config(rounding)
+def gate_and_mul_config(silu: bool, size: int, rounding: Rounding | None) -> dict[str, float]:
+    """Return the constants to compile with, for rows of `size` products."""
+    block = BLOCK
+    if rounding is not None and rounding.by_token:
+        block = max(BLOCK, next_power_of_2(size))
+    return {"SILU": silu, "BLOCK": block, "num_warps": min(16, 4 * block // BLOCK)} | rounding_config(rounding)
 
 
 def _gate_and_mul(x: Tensor, x_start: int, gate: Tensor, size: int, silu: bool, rounding: Rounding | None) -> Tensor:
     """Multiply x[:, x_start : x_start + size] by the activated gate[:, :size]."""
     num_tokens = len(x)
     out = torch.empty(num_tokens, size, dtype=x.dtype, device=x.device)
+    if rounding is not None and rounding.by_token and size > LARGEST_BLOCK:
+        rounding = None
+    config = gate_and_mul_config(silu, size, rounding)
     args = (x, gate, out, *give_rounded(out, rounding), x.stride(0), x_start, gate.stride(0), size)
-    launch(_gate_and_mul_kernel, (num_tokens, ceil_div(size, BLOCK)), args, gate_and_mul_config(silu, rounding))
+    launch(_gate_and_mul_kernel, (num_tokens, ceil_div(size, int(config["BLOCK"]))), args, config)
     return out
 
 
@@ -72,7 +83,7 @@ def silu_and_mul(gate_up: Tensor, rounding: Rounding | None = None) -> Tensor:
     """silu_and_mul_reference in one kernel.
 
     Args:
-        rounding: how the result is rounded to int8; it carries that form, too. None: not at all.
+        rounding: how the result is rounded to int8; it carries that form, too, if the kernel can. None: not at all.
     """
     size = gate_up.shape[1] // 2
     return _gate_and_mul(gate_up, size, gate_up, size, True, rounding)

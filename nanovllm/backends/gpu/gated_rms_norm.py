@@ -30,6 +30,7 @@ def _gated_rms_norm_kernel(
     BLOCK: tl.constexpr,
     GROUP: tl.constexpr,
     LEAST: tl.constexpr,
+    BY_TOKEN: tl.constexpr,
     PDL: tl.constexpr,
 ):
     # Grid (num_tokens, num_heads / HEADS).
@@ -55,7 +56,7 @@ def _gated_rms_norm_kernel(
     if GROUP:
         first = tl.program_id(1) * (HEADS * BLOCK // GROUP)
         values = tl.reshape(out.to(tl.float32), [HEADS * BLOCK])
-        store_rounded(values, (codes_ptr, scales_ptr, num_rows, num_groups), token, first, GROUP, LEAST)
+        store_rounded(values, (codes_ptr, scales_ptr, num_rows, num_groups), token, first, GROUP, LEAST, False)
 
 
 def gated_rms_norm_config(heads: int, dim: int, rounding: Rounding | None) -> dict[str, float]:
@@ -68,12 +69,12 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, rounding
     """gated_rms_norm_reference in one kernel. x is contiguous.
 
     Args:
-        rounding: how the result is rounded to int8; it carries that form, too, if a head has whole groups. None: not at
-            all.
+        rounding: how the result is rounded to int8; it carries that form, too, if a head has whole groups, each with
+            its scale. None: not at all.
     """
     num_tokens, heads, dim = x.shape
     out = torch.empty(num_tokens, heads * dim, dtype=x.dtype, device=x.device)
-    if rounding is not None and (dim % rounding.group or dim != next_power_of_2(dim)):
+    if rounding is not None and (rounding.by_token or dim % rounding.group or dim != next_power_of_2(dim)):
         rounding = None
     config = gated_rms_norm_config(heads, dim, rounding)
     grid = (num_tokens, ceil_div(heads, int(config["HEADS"])))

@@ -18,11 +18,19 @@ from nanovllm.backends.gpu.quantized_linear import (
     make_arrivals,
     quantized_linear,
 )
+from nanovllm.backends.gpu.round_groups import Rounding
 from nanovllm.backends.gpu.rounded_groups import group_config, grouped_rounded_groups, rounded_groups
-from nanovllm.backends.gpu.rounded_linear import ROUNDING, grouped_rounded, limit_rows, rounded_linear
+from nanovllm.backends.gpu.rounded_linear import (
+    ROUNDING,
+    TOKEN_ROUNDING,
+    grouped_rounded,
+    limit_rows,
+    rounded_linear,
+)
+from nanovllm.backends.gpu.token_linear import ROW_LIMITS, count_places, token_linear
 from nanovllm.features.quantized.codes import Codes
-from nanovllm.features.quantized.dynamic import GROUP
-from nanovllm.features.quantized.formats import Format
+from nanovllm.features.quantized.dynamic import GROUP, MOST_INPUTS
+from nanovllm.features.quantized.formats import Format, InputScales
 from nanovllm.features.quantized.torch_matrix import MatrixOperators, TorchMatrix
 from nanovllm.models.layers.linear import PackedMatrix
 
@@ -40,6 +48,14 @@ were faster and one row was slower, so benchmarks alone turn it on: see docs/qua
 
 KEEPS_COPIES = True
 """Whether matrices get copies of 16 bits where memory allows: see `keep_copies`. Benchmarks turn it off."""
+
+
+ROUNDINGS: dict[InputScales | None, Rounding | None] = {
+    None: None,
+    InputScales.GROUP: ROUNDING,
+    InputScales.TOKEN: TOKEN_ROUNDING,
+}
+"""How the kernels round inputs for each kind of their scales."""
 
 
 class CopiedMatrix(TorchMatrix):
@@ -148,6 +164,29 @@ class RoundedTritonMatrix(TorchMatrix):
         return super().rows(indices)[:, : self._in_features].contiguous()
 
 
+class TokenTritonMatrix(RoundedTritonMatrix):
+    """A matrix [out, in] of int8 codes with one scale a row, whose inputs have one scale a token."""
+
+    def __init__(self, codes: Codes, dtype: torch.dtype) -> None:
+        """
+        Raises:
+            ValueError: a sum would not be exact.
+        """
+        super().__init__(codes, dtype)
+        if codes.in_features > MOST_INPUTS:
+            raise ValueError(
+                f"a matrix has {codes.in_features} inputs, and int32 adds the products of at most {MOST_INPUTS} codes "
+                'exactly: use quantization="int8-dynamic"'
+            )
+        self.row_limits = ROW_LIMITS
+        device = codes.codes.device
+        self._arrivals = torch.zeros(count_places(device), dtype=torch.int32, device=device)
+
+    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """x [n, in] -> x W^T + bias [n, out]."""
+        return token_linear(x, self._codes, bias, self._arrivals)
+
+
 class GroupedTritonMatrix(RoundedTritonMatrix):
     """A matrix [out, in] of int8 codes with scales for groups, which the kernel multiplies in whole numbers."""
 
@@ -205,12 +244,14 @@ class PairedTritonExperts:
 class RoundedTritonExperts:
     """Matrices [num_experts, out, in] of int8 codes, which the kernel multiplies in whole numbers."""
 
-    def __init__(self, codes: Codes) -> None:
+    def __init__(self, codes: Codes, rounding: Rounding) -> None:
+        """rounding says how their inputs are rounded."""
         self._codes = pad_rows(codes)
+        self._rounding = rounding
 
     def multiply(self, x: Tensor, routing: "Routing", gather: bool) -> Tensor:
-        """Do what `DynamicExperts.multiply` does."""
-        return grouped_rounded(x, self._codes, routing, gather)
+        """Do what `DynamicExperts.multiply` does, or that of `TokenExperts`."""
+        return grouped_rounded(x, self._codes, routing, gather, self._rounding)
 
 
 class GroupedTritonExperts:
@@ -325,25 +366,29 @@ class Operators(MatrixOperators):
     def __init__(self, backend: "TritonKernels") -> None:
         self._backend = backend
 
-    def make_matrix(self, codes: Codes, dtype: torch.dtype, rounds_inputs: bool) -> PackedMatrix:
-        self._backend.rounding = ROUNDING if rounds_inputs else None
-        if not rounds_inputs:
+    def make_matrix(self, codes: Codes, dtype: torch.dtype, input_scales: InputScales | None) -> PackedMatrix:
+        self._backend.rounding = ROUNDINGS[input_scales]
+        if input_scales is None:
             takes_pairs = TAKES_PAIRS and is_supported(codes, dtype)
             return (PairedTritonMatrix if takes_pairs else TritonMatrix)(codes, dtype)
         if codes.has_floats:
             return GroupedTritonMatrix(codes, dtype)
         codes = codes.widen()
+        if input_scales is InputScales.TOKEN:
+            return TokenTritonMatrix(codes, dtype)
         return (RoundedTritonMatrix if codes.scales.shape[-1] == 1 else GroupedTritonMatrix)(codes, dtype)
 
-    def make_experts(self, codes: Codes, dtype: torch.dtype, rounds_inputs: bool) -> "PackedExperts":
-        self._backend.rounding = ROUNDING if rounds_inputs else None
-        if not rounds_inputs:
+    def make_experts(self, codes: Codes, dtype: torch.dtype, input_scales: InputScales | None) -> "PackedExperts":
+        rounding = ROUNDINGS[input_scales]
+        self._backend.rounding = rounding
+        if rounding is None:
             takes_pairs = TAKES_PAIRS and is_supported(codes, dtype)
             return (PairedTritonExperts if takes_pairs else TritonExperts)(codes)
         if codes.has_floats:
             return GroupedTritonExperts(codes)
         codes = codes.widen()
-        return RoundedTritonExperts(codes) if codes.scales.shape[-1] == 1 else GroupedTritonExperts(codes)
+        is_by_row = codes.scales.shape[-1] == 1
+        return RoundedTritonExperts(codes, rounding) if is_by_row else GroupedTritonExperts(codes)
 
     def keep_place(self, old: Any, new: Any) -> Any:
         """Write new codes into the memory of the old ones, which CUDA graphs read. They have the same shapes."""

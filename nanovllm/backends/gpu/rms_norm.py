@@ -30,6 +30,7 @@ def _rms_norm_kernel(
     BLOCK: tl.constexpr,
     GROUP: tl.constexpr,
     LEAST: tl.constexpr,
+    BY_TOKEN: tl.constexpr,
     PDL: tl.constexpr,
 ):
     # Grid (rows,).
@@ -53,7 +54,8 @@ def _rms_norm_kernel(
     out = (normed * weight).to(dtype)
     tl.store(out_ptr + row * size + column, out, mask=inside)
     if GROUP:
-        store_rounded(out.to(tl.float32), (codes_ptr, scales_ptr, num_rows, num_groups), row, 0, GROUP, LEAST)
+        places = (codes_ptr, scales_ptr, num_rows, num_groups)
+        store_rounded(out.to(tl.float32), places, row, 0, GROUP, LEAST, BY_TOKEN)
 
 
 def rms_norm_config(size: int, add: bool, rounding: Rounding | None) -> dict[str, float]:

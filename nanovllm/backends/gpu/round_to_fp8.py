@@ -9,9 +9,9 @@ from torch import Tensor
 
 from nanovllm.backends.gpu.launch import launch, wait_for_predecessor
 from nanovllm.backends.gpu.round_groups import Rounded
-from nanovllm.backends.gpu.rounded_linear import ROUNDED_AT_A_TIME, round_config
+from nanovllm.backends.gpu.rounded_linear import ROUNDED_AT_A_TIME
 from nanovllm.backends.gpu.triton_shim import tl, triton
-from nanovllm.features.quantized.dynamic import GROUP
+from nanovllm.features.quantized.dynamic import GROUP, TINY
 from nanovllm.utils.integers import ceil_div
 
 
@@ -59,6 +59,11 @@ def _round_to_fp8_kernel(
     tl.store(scales_ptr + group * num_rows + row, scale, mask=is_group)
 
 
+def round_to_fp8_config() -> dict[str, float]:
+    """Return the constants to compile with."""
+    return {"GROUP": GROUP, "LEAST": TINY, "GROUPS": ROUNDED_AT_A_TIME, "num_warps": 4, "enable_fp_fusion": False}
+
+
 def round_to_fp8(x: Tensor) -> Rounded:
     """Do what `round_inputs_to_fp8` does for x [n, in], which is contiguous. The codes are float8."""
     num_rows, in_size = x.shape
@@ -66,5 +71,5 @@ def round_to_fp8(x: Tensor) -> Rounded:
     codes = torch.empty(num_rows, num_groups * GROUP, dtype=torch.float8_e4m3fn, device=x.device)
     scales = torch.empty(num_groups, num_rows, dtype=torch.float32, device=x.device)
     grid = (num_rows, ceil_div(num_groups, ROUNDED_AT_A_TIME))
-    launch(_round_to_fp8_kernel, grid, (x, codes, scales, in_size, num_rows, num_groups), round_config())
+    launch(_round_to_fp8_kernel, grid, (x, codes, scales, in_size, num_rows, num_groups), round_to_fp8_config())
     return Rounded(codes, scales)

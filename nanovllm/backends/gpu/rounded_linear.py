@@ -3,6 +3,8 @@
 The reference is `multiply_rounded` in features/quantized/dynamic.py. The kernels compute its bits: a group's sum is
 exact in int32, so a tile of any shape gives the same one. The operations that follow are each rounded by themselves, in
 one order; for this the kernels are compiled with enable_fp_fusion=False.
+
+Products of a matrix with one scale for all inputs of a token are in token_linear.py. Those of experts are here.
 """
 
 import torch
@@ -46,9 +48,11 @@ BAND = 16
 """Tiles of rows that meet the same columns before the next columns come, so that what they read stays in L2."""
 
 ROUNDED_AT_A_TIME = 8
-"""Groups that a program rounds: eight elements a thread."""
+"""Groups that a program rounds: eight elements a thread. By token it rounds all of them."""
 
 ROUNDING = Rounding(GROUP, TINY)
+
+TOKEN_ROUNDING = Rounding(GROUP, TINY, by_token=True)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_groups"])
@@ -61,21 +65,38 @@ def _round_inputs_kernel(
     num_groups,
     GROUP: tl.constexpr,
     LEAST: tl.constexpr,
+    BY_TOKEN: tl.constexpr,
     GROUPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    # Grid (num_rows, num_groups / GROUPS). A program owns GROUPS groups of one row.
+    # Grid (num_rows, num_groups / GROUPS). A program owns GROUPS groups of one row: BY_TOKEN, all of them.
     # Rows of padding are like any other; their values stay in them.
     wait_for_predecessor(PDL)
     row = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * GROUPS
     column = first * GROUP + tl.arange(0, GROUPS * GROUP)
     x = tl.load(x_ptr + row * in_size + column, mask=column < in_size, other=0.0).to(tl.float32)
-    store_rounded(x, (codes_ptr, scales_ptr, num_rows, num_groups), row, first, GROUP, LEAST)
+    store_rounded(x, (codes_ptr, scales_ptr, num_rows, num_groups), row, first, GROUP, LEAST, BY_TOKEN)
 
 
 @triton.jit
-def _multiply_tile(x_rows, matrix, columns, num_groups, GROUP: tl.constexpr):
+def sum_codes(x_at, codes_at, first, end, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr):
+    """Return the sums of some groups' products of codes, int32 [ROWS, COLUMNS].
+
+    Args:
+        x_at, codes_at: pointers to the codes of group 0, of x and of the matrix: [ROWS, GROUP] and [COLUMNS, GROUP].
+        first, end: the numbers of the groups.
+    """
+    sums = tl.zeros([ROWS, COLUMNS], tl.int32)
+    for group in range(first, end):
+        x = tl.load(x_at + group * GROUP)
+        codes = tl.load(codes_at + group * GROUP)
+        sums = tl.dot(x, tl.trans(codes), sums, out_dtype=tl.int32)
+    return sums
+
+
+@triton.jit
+def _multiply_tile(x_rows, matrix, columns, num_groups, GROUP: tl.constexpr, BY_TOKEN: tl.constexpr):
     """Return rows of x times columns of W^T, float32 [rows, columns].
 
     Args:
@@ -90,12 +111,16 @@ def _multiply_tile(x_rows, matrix, columns, num_groups, GROUP: tl.constexpr):
     row_size = num_groups * GROUP
     x_at = x_ptr + row.to(tl.int64)[:, None] * row_size + k[None, :]
     codes_at = codes_ptr + (column % out_size).to(tl.int64)[:, None] * row_size + k[None, :]
-    total = tl.zeros([row.shape[0], column.shape[0]], tl.float32)
-    for group in range(num_groups):
-        x = tl.load(x_at + group * GROUP)
-        codes = tl.load(codes_at + group * GROUP)
-        scale = tl.load(x_scales_ptr + group * num_rows + row)
-        total += tl.dot(x, tl.trans(codes), out_dtype=tl.int32).to(tl.float32) * scale[:, None]
+    if BY_TOKEN:
+        sums = sum_codes(x_at, codes_at, 0, num_groups, row.shape[0], column.shape[0], GROUP)
+        total = sums.to(tl.float32) * tl.load(x_scales_ptr + row)[:, None]
+    else:
+        total = tl.zeros([row.shape[0], column.shape[0]], tl.float32)
+        for group in range(num_groups):
+            x = tl.load(x_at + group * GROUP)
+            codes = tl.load(codes_at + group * GROUP)
+            scale = tl.load(x_scales_ptr + group * num_rows + row)
+            total += tl.dot(x, tl.trans(codes), out_dtype=tl.int32).to(tl.float32) * scale[:, None]
     return total * tl.load(scales_ptr + column, mask=is_column, other=0.0)[None, :]
 
 
@@ -124,7 +149,7 @@ def _rounded_linear_kernel(
     row, column = place_tile(num_rows, out_size, BAND, BLOCK_M, BLOCK_N)
     is_column = column < out_size
     x_rows = (x_ptr, x_scales_ptr, num_rows, row % num_rows)
-    y = _multiply_tile(x_rows, (codes_ptr, scales_ptr, out_size), (column, is_column), num_groups, GROUP)
+    y = _multiply_tile(x_rows, (codes_ptr, scales_ptr, out_size), (column, is_column), num_groups, GROUP, False)
     if HAS_BIAS:
         y += tl.load(bias_ptr + column, mask=is_column, other=0.0).to(tl.float32)[None, :]
     store_tile(y_ptr, y, row, num_rows, column, out_size)
@@ -145,6 +170,7 @@ def _grouped_rounded_kernel(
     num_experts,
     GATHER: tl.constexpr,
     EXPERTS: tl.constexpr,
+    BY_TOKEN: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -161,13 +187,14 @@ def _grouped_rounded_kernel(
     first = expert.to(tl.int64) * out_size
     matrix = (codes_ptr + first * (num_groups * GROUP), scales_ptr + first, out_size)
     x_rows = (x_ptr, x_scales_ptr, num_rows, row)
-    y = _multiply_tile(x_rows, matrix, (column, column < out_size), num_groups, GROUP)
+    y = _multiply_tile(x_rows, matrix, (column, column < out_size), num_groups, GROUP, BY_TOKEN)
     store_tile(y_ptr, y, pair, end, column, out_size)
 
 
-def round_config() -> dict[str, float]:
-    """Return the constants to compile the rounding with."""
-    return rounding_config(ROUNDING) | {"GROUPS": ROUNDED_AT_A_TIME, "num_warps": 4}
+def round_config(num_groups: int, rounding: Rounding) -> dict[str, float]:
+    """Return the constants to compile the rounding of rows of so many groups with."""
+    groups = next_power_of_2(num_groups) if rounding.by_token else ROUNDED_AT_A_TIME
+    return rounding_config(rounding) | {"GROUPS": groups, "num_warps": min(16, max(4, groups // 2))}
 
 
 def tile_config(tile: tuple[int, int, int]) -> dict[str, int]:
@@ -195,13 +222,14 @@ def limit_rows(out_size: int, device: torch.device) -> tuple[int, int]:
     return FEW_ROWS, max(TILE[0], (enough - 1) * rows)
 
 
-def round_inputs(x: Tensor) -> Rounded:
+def round_inputs(x: Tensor, rounding: Rounding = ROUNDING) -> Rounded:
     """Do what the function of this name in features/quantized/dynamic.py does for x [n, in], which is contiguous."""
     num_rows, in_size = x.shape
-    rounded = make_rounded(num_rows, in_size, GROUP, x.device)
-    num_groups = len(rounded.scales)
-    grid = (num_rows, ceil_div(num_groups, ROUNDED_AT_A_TIME))
-    launch(_round_inputs_kernel, grid, (x, *rounded, in_size, num_rows, num_groups), round_config())
+    rounded = make_rounded(num_rows, in_size, rounding, x.device)
+    num_groups = rounded.codes.shape[1] // GROUP
+    config = round_config(num_groups, rounding)
+    grid = (num_rows, ceil_div(num_groups, int(config["GROUPS"])))
+    launch(_round_inputs_kernel, grid, (x, *rounded, in_size, num_rows, num_groups), config)
     return rounded
 
 
@@ -228,27 +256,28 @@ def rounded_linear(x: Tensor, weight: Codes, bias: Tensor | None, row_limits: tu
 
 
 def grouped_config(num_tokens: int, num_experts: int, gather: bool) -> dict[str, int]:
-    """Return the constants to compile products of experts with."""
+    """Return the constants to compile products of experts with, but for BY_TOKEN."""
     tile = next((tile for most, tile in GROUPED_TILES if num_tokens <= most), LARGE_TILE)
     return {"GATHER": gather, "EXPERTS": next_power_of_2(num_experts)} | tile_config(tile)
 
 
-def grouped_rounded(x: Tensor, weight: Codes, routing: Routing, gather: bool) -> Tensor:
-    """Do what `DynamicExperts.multiply` does. The grid of the product needs no length from the device.
+def grouped_rounded(x: Tensor, weight: Codes, routing: Routing, gather: bool, rounding: Rounding = ROUNDING) -> Tensor:
+    """Do what `DynamicExperts.multiply` does, or that of `TokenExperts`. The grid needs no length from the device.
 
     Args:
-        x: as `rounded_linear` takes it.
+        x: as `rounded_linear` takes it. The form that it carries is that of `rounding`.
         weight: as `rounded_linear` takes it, of several experts.
     """
     num_experts = len(weight.codes)
     out_size = weight.out_features
     num_tokens, k = routing.weights.shape
     pairs = num_tokens * k
-    rounded = find_rounded(x) or round_inputs(x.contiguous())
+    rounded = find_rounded(x) or round_inputs(x.contiguous(), rounding)
     y = torch.empty(pairs, out_size, dtype=x.dtype, device=x.device)
-    config = grouped_config(num_tokens, num_experts, gather)
+    config = grouped_config(num_tokens, num_experts, gather) | {"BY_TOKEN": rounding.by_token}
     most_tiles = min(pairs, ceil_div(pairs, config["BLOCK_M"]) + num_experts)
     grid = (most_tiles * ceil_div(out_size, config["BLOCK_N"]),)
     pointers = (*rounded, weight.codes, weight.scales, y, routing.tokens, routing.offsets)
-    launch(_grouped_rounded_kernel, grid, (*pointers, out_size, len(x), len(rounded.scales), num_experts), config)
+    num_groups = rounded.codes.shape[1] // GROUP
+    launch(_grouped_rounded_kernel, grid, (*pointers, out_size, len(x), num_groups, num_experts), config)
     return y

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.features.quantized.codes import Codes
-from nanovllm.features.quantized.formats import INT8_DYNAMIC, MADE_AT_LOAD, Format, RawTensors
+from nanovllm.features.quantized.formats import INT8_DYNAMIC, MADE_AT_LOAD, W8A8, Format, RawTensors
 from nanovllm.features.quantized.unpack import AWQ_ORDER, Floats4, ScaledFloats, make_codes, unpack_words
 from nanovllm.models.settings_files import SETTINGS_FILE
 from nanovllm.ops.kv_codes import LARGEST_CODE
@@ -259,10 +259,17 @@ def find_format(asked: str | None, hf_config: "PretrainedConfig") -> Format | No
                 f"quantization is {quote(asked)}, and the checkpoint ({method}) has codes of 8 bits with zeros, which "
                 "fit no byte less their zero: leave the option out"
             )
-        return replace(format, name=asked, rounds_inputs=True)
+        return replace(format, name=asked, input_scales=INT8_DYNAMIC.input_scales)
+    if asked == W8A8.name and format.bits < 16:
+        if format.bits < 8 or format.group_size is not None or format.has_zeros:
+            raise ValueError(
+                f"quantization is {quote(asked)}, and the checkpoint ({method}) has {describe_codes(format)}; it must "
+                'have int8 codes without zeros, and one scale a row: leave the option out, or use "int8-dynamic"'
+            )
+        return replace(format, name=asked, input_scales=W8A8.input_scales)
     if asked in MADE_AT_LOAD and format.bits == 16:
-        rounds_inputs = MADE_AT_LOAD[asked].rounds_inputs
-        return replace(format, name=asked, bits=8, quantizes_head=True, rounds_inputs=rounds_inputs)
+        input_scales = MADE_AT_LOAD[asked].input_scales
+        return replace(format, name=asked, bits=8, quantizes_head=True, input_scales=input_scales)
     raise ValueError(
         f"quantization is {quote(asked)}, and the checkpoint is quantised already ({method}): leave the option out"
     )
@@ -278,6 +285,12 @@ def read_format(data: Any) -> Format:
         return _READERS[method](data)
     except ValueError as error:
         raise ValueError(f"{error}. {instead[0].upper()}{instead[1:]} would do instead") from None
+
+
+def describe_codes(format: Format) -> str:
+    """Return what a checkpoint's codes are, for an error: "codes of 4 bits, in groups of 128, with zeros"."""
+    groups = "one scale a row" if format.group_size is None else f"in groups of {format.group_size}"
+    return f"codes of {format.bits} bits, {groups}{', with zeros' if format.has_zeros else ''}"
 
 
 def describe_format(format: Format, dtype: str) -> str:

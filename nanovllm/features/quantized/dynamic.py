@@ -18,21 +18,30 @@ if TYPE_CHECKING:
 GROUP = 128
 """Inputs in a row of the activations that share a scale, as in backends/cpu/dynamic.h."""
 
+EXACT = 1024
+"""Products of codes that float32 adds exactly, in any order: the sum of as many is below 2^24."""
+
+MOST_INPUTS = 2**31 // 127**2
+"""Products of codes that int32 adds exactly."""
+
 TINY = 2.0**-100
 """A group counts as zeros if no magnitude in it is larger: the reciprocal of a smaller one may be infinite."""
 
 
-def round_inputs(x: Tensor) -> tuple[Tensor, Tensor]:
+def round_inputs(x: Tensor, group: int = GROUP) -> tuple[Tensor, Tensor]:
     """Round activations x [n, in] to whole numbers, in float32.
 
-    For each row and group of GROUP inputs: scale = max |x| / 127, and code = round(x * (127 / max |x|)), ties to even.
+    For each row and group of inputs: scale = max |x| / 127, and code = round(x * (127 / max |x|)), ties to even.
     Every operation is rounded by itself. A group with a NaN or an infinity gets the scale NaN.
 
+    Args:
+        group: how many inputs have a scale; `in` for one scale a row.
+
     Returns:
-        Codes from -127 to 127, float32 [n, groups, GROUP], padded with zeros; and scales, float32 [n, groups].
+        Codes from -127 to 127, float32 [n, groups, group], padded with zeros; and scales, float32 [n, groups].
     """
     n, size = x.shape
-    padded = F.pad(x.to(torch.float32), (0, -size % GROUP)).view(n, ceil_div(size, GROUP), GROUP)
+    padded = F.pad(x.to(torch.float32), (0, -size % group)).view(n, ceil_div(size, group), group)
     most = padded.abs().amax(2)
     largest = torch.full_like(most, 127)  # with a number instead, torch may multiply by a reciprocal
     inverse = torch.where(most >= TINY, largest / most, 0)
@@ -57,6 +66,21 @@ def multiply_rounded(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | No
         sums = inputs[:, group, : weights.shape[1]] @ weights.T
         total += sums.mul_(input_scales[:, group, None])
     total *= scales
+    return (total if bias is None else total.add_(bias)).to(x.dtype)
+
+
+def multiply_rounded_tokens(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
+    """Do what `multiply_rounded` does, with one scale for all inputs of a row.
+
+    So the sum of a row is exact in whole numbers, whatever its order. It becomes float32, and is multiplied by the
+    scale of the inputs and then by that of the weights.
+    """
+    size = x.shape[1]
+    inputs, input_scales = round_inputs(x, size)
+    sums = x.new_zeros(len(x), len(codes), dtype=torch.float64)  # it holds them exactly
+    for start in range(0, size, EXACT):
+        sums += inputs[:, 0, start : start + EXACT] @ codes[:, start : start + EXACT].to(torch.float32).T
+    total = sums.to(torch.float32).mul_(input_scales).mul_(scales)
     return (total if bias is None else total.add_(bias)).to(x.dtype)
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
+from enum import Enum
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -19,6 +20,16 @@ RawTensors = dict[str, tuple[tuple[int, ...], tuple[str, ...]]]
 """{suffix of a name, such as "qweight": shape and possible number formats}, of all tensors that make one matrix."""
 
 
+class InputScales(Enum):
+    """Which inputs of a product share a scale, where they are rounded while it runs: see quantized/dynamic.py."""
+
+    GROUP = "group"
+    """As many inputs of a token as dynamic.GROUP says."""
+
+    TOKEN = "token"
+    """All inputs of a token."""
+
+
 @dataclass(frozen=True)
 class Format:
     """How a model's matrices are quantised.
@@ -29,7 +40,7 @@ class Format:
         group_size: elements of a row that share a scale; None: the whole row.
         has_zeros: whether codes may have other zeros than the middle of their range.
         quantizes_head: whether the LM head is always quantised, too. A checkpoint's own tensors say it for the others.
-        rounds_inputs: whether activations are rounded, too, while they are multiplied: see quantized/dynamic.py.
+        input_scales: None if activations keep their type. Else they are rounded, too, while they are multiplied.
     """
 
     name: str
@@ -37,7 +48,7 @@ class Format:
     group_size: int | None = None
     has_zeros: bool = False
     quantizes_head: bool = False
-    rounds_inputs: bool = False
+    input_scales: InputScales | None = None
 
     suffixes: ClassVar[tuple[str, ...]] = ()
     """Suffixes of names of which each shows that a matrix of the checkpoint is quantised."""
@@ -81,11 +92,11 @@ class Format:
     @property
     def kept_bits(self) -> int:
         """The bits of a code in memory. Rounded inputs are multiplied by bytes: 4 bits less their zero are one."""
-        return 8 if self.rounds_inputs else self.bits
+        return self.bits if self.input_scales is None else 8
 
     def count_row_bytes(self, size: int) -> int:
         """Return the memory of a row of `size` elements, with scales and zeros."""
-        has_zeros = self.has_zeros and not self.rounds_inputs
+        has_zeros = self.has_zeros and self.input_scales is None
         return size * self.kept_bits // 8 + self.count_groups(size) * (4 + 2 * has_zeros)
 
     def round(self, weight: Tensor) -> Codes:
@@ -114,7 +125,10 @@ class Format:
 INT8 = Format("int8", bits=8, quantizes_head=True)
 """Made at load: see `quantize_int8`."""
 
-INT8_DYNAMIC = replace(INT8, name="int8-dynamic", rounds_inputs=True)
+INT8_DYNAMIC = replace(INT8, name="int8-dynamic", input_scales=InputScales.GROUP)
 """The same codes, by which rounded inputs are multiplied."""
 
-MADE_AT_LOAD = {format.name: format for format in (INT8, INT8_DYNAMIC)}
+W8A8 = replace(INT8, name="w8a8", input_scales=InputScales.TOKEN)
+"""The same with one scale for all inputs of a token."""
+
+MADE_AT_LOAD = {format.name: format for format in (INT8, INT8_DYNAMIC, W8A8)}

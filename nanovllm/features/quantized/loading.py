@@ -306,7 +306,7 @@ class Filling:
             codes = join_codes([parts[place] for place in sorted(parts)], weight)
             parts.clear()
             make: Any = operators.make_experts if weight.dim() > 2 else operators.make_matrix
-            packed.append(operators.keep_place(old, make(codes, dtype, self.format.rounds_inputs)))
+            packed.append(operators.keep_place(old, make(codes, dtype, self.format.input_scales)))
         is_shared = model.tied and module is model.embed_tokens
         for owner in (module, model.lm_head) if is_shared else (module,):
             owner.set_packed(packed, empty)

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanovllm.features.quantized.codes import ELEMENTS_AT_A_TIME, Codes
-from nanovllm.features.quantized.dynamic import multiply_rounded, multiply_rounded_groups
-from nanovllm.features.quantized.formats import Format
+from nanovllm.features.quantized.dynamic import multiply_rounded, multiply_rounded_groups, multiply_rounded_tokens
+from nanovllm.features.quantized.formats import Format, InputScales
 from nanovllm.models.layers.linear import PackedMatrix
 
 if TYPE_CHECKING:
@@ -55,6 +55,13 @@ class DynamicMatrix(TorchMatrix):
         return multiply_rounded_groups(x if codes.order is None else x[:, codes.order], codes, bias)
 
 
+class TokenMatrix(DynamicMatrix):
+    """A `DynamicMatrix` with one scale a row, whose inputs have one scale a token."""
+
+    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        return multiply_rounded_tokens(x, self._codes.codes, self._codes.scales[:, 0], bias)
+
+
 class TorchExperts:
     """`PackedExperts` that keep the codes as they are."""
 
@@ -82,6 +89,16 @@ class DynamicExperts(TorchExperts):
         super().__init__(codes.widen(), dtype)
 
 
+class TokenExperts(DynamicExperts):
+    """`DynamicExperts` whose inputs have one scale a token."""
+
+    matrix = TokenMatrix
+
+
+_MATRICES = {None: TorchMatrix, InputScales.GROUP: DynamicMatrix, InputScales.TOKEN: TokenMatrix}
+_EXPERTS = {None: TorchExperts, InputScales.GROUP: DynamicExperts, InputScales.TOKEN: TokenExperts}
+
+
 class MatrixOperators:
     """Makes quantised matrices in the form that plain torch multiplies. A subclass makes those of a backend's kernels.
 
@@ -91,13 +108,13 @@ class MatrixOperators:
     def __init__(self, backend: object) -> None:
         """Plain torch needs nothing of the backend."""
 
-    def make_matrix(self, codes: Codes, dtype: torch.dtype, rounds_inputs: bool) -> PackedMatrix:
+    def make_matrix(self, codes: Codes, dtype: torch.dtype, input_scales: InputScales | None) -> PackedMatrix:
         """Return a matrix. If it rounds its inputs, it is multiplied in whole numbers. Else they keep their type."""
-        return DynamicMatrix(codes, dtype) if rounds_inputs else TorchMatrix(codes, dtype)
+        return _MATRICES[input_scales](codes, dtype)
 
-    def make_experts(self, codes: Codes, dtype: torch.dtype, rounds_inputs: bool) -> "PackedExperts":
+    def make_experts(self, codes: Codes, dtype: torch.dtype, input_scales: InputScales | None) -> "PackedExperts":
         """Return the matrices of one projection of all experts, which round their inputs or not, as a matrix does."""
-        return DynamicExperts(codes, dtype) if rounds_inputs else TorchExperts(codes, dtype)
+        return _EXPERTS[input_scales](codes, dtype)
 
     def keep_place(self, old: Any, new: Any) -> Any:
         """Return what takes the place of a packed form: `new`, or `old` with the codes of `new`.
