@@ -68,6 +68,8 @@ FORMATS = {
     "int8, computed in float32": Format({"dtype": "float32", "quantization": "int8"}),
     "int8-dynamic, in bfloat16": Format({"dtype": "bfloat16", "quantization": "int8-dynamic"}),
     "int8-dynamic, in float32": Format({"dtype": "float32", "quantization": "int8-dynamic"}),
+    "w8a8, in bfloat16": Format({"dtype": "bfloat16", "quantization": "w8a8", "attention_backend": "torch"}),
+    "w8a8, in float32": Format({"dtype": "float32", "quantization": "w8a8", "attention_backend": "torch"}),
     "int8 without the head, in float32": Format({"dtype": "float32"}, "int8"),
     "int4 by rounding, groups of 32, in float32": Format({"dtype": "float32"}, 32),
     "int4 by rounding, groups of 128, in float32": Format({"dtype": "float32"}, 128),

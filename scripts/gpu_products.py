@@ -26,13 +26,15 @@ from benchmarks.bench_kernels import describe, microseconds, num_sets
 from nanovllm.backends.gpu.quantized import Operators, PairedTritonMatrix, TritonMatrix
 from nanovllm.backends.gpu.triton_backend import TritonBackend
 from nanovllm.features.quantized.codes import Codes
+from nanovllm.features.quantized.formats import InputScales
 
 ROWS = (1, 16, 64, 128, 256, 512, 2048, 8192)
 SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (24576, 4096), "down": (4096, 12288)}
 """Outputs and inputs of Qwen3-8B's matrices."""
 
-exact = partial(Operators(TritonBackend()).make_matrix, rounds_inputs=False)
-rounded = partial(Operators(TritonBackend()).make_matrix, rounds_inputs=True)
+exact = partial(Operators(TritonBackend()).make_matrix, input_scales=None)
+rounded = partial(Operators(TritonBackend()).make_matrix, input_scales=InputScales.GROUP)
+rounded_by_token = partial(Operators(TritonBackend()).make_matrix, input_scales=InputScales.TOKEN)
 
 
 def copied(codes: Codes, dtype: torch.dtype) -> TritonMatrix:
@@ -47,6 +49,7 @@ FORMS: dict[str, tuple[Callable[[tuple[int, int]], Codes], Callable[..., Any]]] 
     "int8 in pairs": (lambda shape: make_codes(shape, 8, 0, False), PairedTritonMatrix),
     "int8 with a copy": (lambda shape: make_codes(shape, 8, 0, False), copied),
     "int8-dynamic": (lambda shape: make_codes(shape, 8, 0, False), rounded),
+    "w8a8": (lambda shape: make_codes(shape, 8, 0, False), rounded_by_token),
     "4 bits": (lambda shape: make_codes(shape, 4, 128, True), exact),
     "4 bits in pairs": (lambda shape: make_codes(shape, 4, 128, True), PairedTritonMatrix),
     "4 bits, int8-dynamic": (lambda shape: make_codes(shape, 4, 128, True), rounded),
@@ -67,7 +70,7 @@ def check(form: str) -> None:
         exact = x.double() @ codes.dequantize().double().T
         error = float((multiply(x, None).double() - exact).norm() / exact.norm())
         bound = 0.05 if codes.has_floats else 0.015
-        assert error < (bound if make_matrix is rounded else 0.005), (form, num_rows, error)
+        assert error < (bound if make_matrix in (rounded, rounded_by_token) else 0.005), (form, num_rows, error)
 
 
 def make_products(form: str | None, shape: tuple[int, int]) -> list[Callable[[Tensor], Tensor]]:
@@ -92,13 +95,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check-only", action="store_true")
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument("--forms", nargs="+", choices=FORMS, default=list(FORMS), metavar="FORM", help="; ".join(FORMS))
     args = parser.parse_args()
     on_gpu = torch.cuda.is_available()
     results: list[dict[str, object]] = []
-    forms = dict(FORMS)
-    if on_gpu and torch.cuda.get_device_capability() < (8, 9):
-        del forms["fp8 by fp8, blocks"]
-    for form in (None, *forms):
+    lacks_fp8 = on_gpu and torch.cuda.get_device_capability() < (8, 9)
+    for form in (None, *(form for form in args.forms if form != "fp8 by fp8, blocks" or not lacks_fp8)):
         if form is not None:
             check(form)
             print(f"{form} is right", flush=True)

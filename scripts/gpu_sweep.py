@@ -36,13 +36,15 @@ from benchmarks.bench_kernels import (
     randn,
     time_attention,
 )
-from nanovllm.backends.gpu import few_rows, paged_decode, paired_linear, sample_filter
+from nanovllm.backends.gpu import few_rows, paged_decode, paired_linear, sample_filter, token_linear
 from nanovllm.backends.gpu.few_rows import FewRowsMatrix
-from nanovllm.backends.gpu.quantized import PairedTritonExperts, PairedTritonMatrix, TritonExperts
+from nanovllm.backends.gpu.quantized import PairedTritonExperts, PairedTritonMatrix, TokenTritonMatrix, TritonExperts
 from nanovllm.backends.gpu.sample import sample
+from nanovllm.backends.gpu.token_linear import Tile
 from nanovllm.backends.gpu.triton_backend import TritonBackend
 from nanovllm.features.families.qwen3_moe.ops import route_reference
 from nanovllm.features.quantized.codes import Codes
+from nanovllm.features.quantized.torch_matrix import TokenMatrix
 from nanovllm.ops.silu_and_mul import silu_and_mul_reference
 
 # (keys in a tile, warps, stages): those that compile for sm_90 without a spill; then programs of a multiprocessor.
@@ -64,6 +66,18 @@ FILTERS = [(4, 64, 16), (4, 32, 16), (4, 32, 8), (8, 32, 16)]
 """(marks, parts at a time, warps)."""
 PAIRED_TILES = [(16, 32, 6, 4), (16, 64, 4, 4), (64, 64, 3, 4), (64, 128, 3, 8), (128, 64, 3, 4), (128, 128, 3, 8)]
 """(rows, columns, stages, warps) of products with codes in pairs."""
+TOKEN_TILES = [
+    Tile(16, 64, 5, 4, 3),
+    Tile(16, 32, 6, 4, 3),
+    Tile(16, 64, 5, 4, 6),
+    Tile(64, 128, 4, 4, 2),
+    Tile(64, 64, 4, 4, 2),
+    Tile(64, 128, 4, 4, 1),
+    Tile(128, 128, 3, 8, 1),
+    Tile(128, 128, 3, 8, 2),
+    Tile(128, 256, 3, 8, 1),
+]
+"""Tiles of w8a8, those of the engine first of each height."""
 EXPERT_TILES = [(16, 64, 4, 4), (16, 128, 3, 4), (32, 128, 3, 8), (64, 128, 3, 8), (128, 128, 3, 8)]
 """The same of experts with codes in pairs."""
 EXPERTS = (128, 8, 2048, 1536)
@@ -160,6 +174,31 @@ def check_pairs(on_gpu: bool, form: tuple[int, int, bool]) -> None:
     found = PairedTritonMatrix(codes, dtype).multiply(x, None)
     expected = x.float() @ codes.dequantize().T
     torch.testing.assert_close(found.float(), expected, rtol=2 * eps, atol=1e-2)
+
+
+@contextmanager
+def use_token_tile(tile: Tile) -> Iterator[None]:
+    """Take one tile for any number of rows."""
+    with mock.patch.object(token_linear, "TILES", (tile,)):
+        yield
+
+
+def check_token_tile(on_gpu: bool) -> None:
+    """Compare with plain torch, bit for bit: of the engine's type on a GPU, in the interpreter in float16."""
+    dtype = DTYPE if on_gpu else torch.float16
+    codes = make_codes((300, 1152), 8, 0, False)
+    x = torch.randn(70, 1152).to(codes.codes.device, dtype)
+    found = TokenTritonMatrix(codes, dtype).multiply(x, None)
+    torch.testing.assert_close(found, TokenMatrix(codes, dtype).multiply(x, None), rtol=0, atol=0)
+
+
+def time_token_tile(shape: tuple[int, int], num_rows: int) -> float:
+    """Return the microseconds of rounding x and of one product by a matrix that is in no cache."""
+    out_size, in_size = shape
+    x = randn(num_rows, in_size)
+    count = num_sets(out_size * in_size)
+    matrices = [TokenTritonMatrix(draw_codes(shape, FORMS["int8"]), DTYPE) for _ in range(count)]
+    return microseconds([lambda matrix=matrix: matrix.multiply(x, None) for matrix in matrices])
 
 
 def draw_codes(shape: tuple[int, ...], form: tuple[int, int, bool]) -> Codes:
@@ -310,12 +349,24 @@ def sweep_experts(on_gpu: bool, bench: Bench | None) -> Iterator[dict[str, objec
                     yield {"name": f"experts {name}, pairs {config}, {num_tokens} tokens", "us": round(us, 1)}
 
 
+def sweep_tokens(on_gpu: bool, bench: Bench | None) -> Iterator[dict[str, object]]:
+    """Check each tile of w8a8. If there is a bench, yield what it takes."""
+    for tile in TOKEN_TILES:
+        with use_token_tile(tile):
+            check_token_tile(on_gpu)
+            for (matrix, shape), num_rows in product(MATRICES.items(), ROWS) if bench else ():
+                if (tile.rows > 16) == (num_rows > 16):
+                    us = time_token_tile(shape, num_rows)
+                    yield {"name": f"w8a8 {tuple(tile)}, {matrix} of 8B, {num_rows} rows", "us": round(us, 1)}
+
+
 SWEEPS = {
     "splits": sweep_splits,
     "filters": sweep_filters,
     "cuts": sweep_cuts,
     "pairs": sweep_pairs,
     "experts": sweep_experts,
+    "tokens": sweep_tokens,
 }
 
 
