@@ -35,7 +35,7 @@ from nanovllm.apps.estimate import fetch_config
 from nanovllm.backends.cpu.quantized import quantized_library
 from nanovllm.features.quantized.checkpoints import Awq, Gptq, PackQuantized, find_format
 from nanovllm.features.quantized.codes import Codes
-from nanovllm.features.quantized.formats import Format
+from nanovllm.features.quantized.formats import MADE_AT_LOAD, Format
 from nanovllm.features.quantized.loading import count_bytes
 from nanovllm.features.quantized.unpack import Floats4, find_order
 from nanovllm.features.shapes import preset_config
@@ -250,12 +250,22 @@ def test_mxfp4_means_the_bits_that_transformers_says(dtype: torch.dtype) -> None
     assert torch.equal(floats[1, slice(32, 64), slice(1, 3)].to(dtype), expected[1, 32:64, 1:3])
 
 
-def test_fp8_becomes_int8_if_asked(tmp_path: Path) -> None:
+@pytest.mark.parametrize("option", MADE_AT_LOAD)
+def test_fp8_becomes_int8_if_asked(option: str, kernels: str, tmp_path: Path) -> None:
+    """The engine is that of a checkpoint with the values that the floats mean, to the bit. So are dummy weights."""
+    if (option, kernels) == ("w8a8", "cpu"):
+        pytest.skip("the C++ kernels refuse w8a8")
     save_random(tmp_path / "model")
     quantised, means = save_quantised(tmp_path / "model", tmp_path, *CHECKPOINTS["fp8 blocks"])
-    assert run(quantised, quantization="int8") == run(means, quantization="int8")
-    with LLM(str(quantised), quantization="int8", **OPTIONS) as llm:
-        assert llm.engine.runner.model.layers[0].mlp.down_proj.packed is not None
+    options = OPTIONS | {"attention_backend": kernels, "quantization": option}
+
+    def find_weights(folder: Path, load_format: str) -> torch.Tensor:
+        with LLM(str(folder), load_format=load_format, **options) as llm:
+            return llm.engine.runner.model.layers[0].mlp.down_proj.packed.rows(torch.arange(64))
+
+    assert run(quantised, **options) == run(means, **options)
+    for load_format in ("auto", "dummy"):
+        assert torch.equal(find_weights(quantised, load_format), find_weights(means, load_format))
 
 
 def test_fp8_says_what_memory_it_takes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -148,9 +148,11 @@ class ScaledFloat8(Format):
 
     Attributes:
         block: rows and columns that share a scale; 0 stands for all of them.
+        keeps_bytes: whether the codes in memory are those of the checkpoint.
     """
 
     block: tuple[int, int] = (0, 0)
+    keeps_bytes: bool = False
 
     suffixes: ClassVar[tuple[str, ...]] = ("weight_scale_inv", "weight_scale")
     """Both names are in use for the same factors."""
@@ -168,11 +170,11 @@ class ScaledFloat8(Format):
 
     @property
     def has_floats(self) -> bool:
-        return self.bits == 8
+        return self.keeps_bytes
 
     def keep(self) -> "ScaledFloat8":
         """Return the same format, with weights that are kept in their byte."""
-        return replace(self, name=FP8_CODES, bits=8, group_size=self.block[1] or None)
+        return replace(self, name=FP8_CODES, bits=8, group_size=self.block[1] or None, keeps_bytes=True)
 
     def convert(self, tensors: Mapping[str, Tensor], out: int, size: int) -> Codes | ScaledFloats:
         block = (self.block[0] or out, self.block[1] or size)
@@ -188,6 +190,8 @@ class ScaledFloat8(Format):
         return Codes(8, codes, scales.repeat_interleave(block[0], 0)[:out], None, block[1])
 
     def round(self, weight: Tensor) -> Codes:
+        if not self.has_floats:
+            return super().round(weight)
         most = LARGEST_CODE[torch.float8_e4m3fn]
         quotients, scales = self.divide_groups(weight, most)
         codes = quotients.clamp_(-most, most).to(torch.float8_e4m3fn).view(torch.uint8)
