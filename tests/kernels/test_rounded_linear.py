@@ -15,7 +15,13 @@ from helpers.pretend_cuda import noted
 from nanovllm.backends.gpu import gate_and_mul, rounded_linear, token_linear
 from nanovllm.backends.gpu.gate_and_mul import sigmoid_and_mul, silu_and_mul
 from nanovllm.backends.gpu.gated_rms_norm import gated_rms_norm
-from nanovllm.backends.gpu.quantized import Operators, RoundedTritonMatrix, TokenTritonMatrix, pad_rows
+from nanovllm.backends.gpu.quantized import (
+    Operators,
+    RoundedTritonExperts,
+    RoundedTritonMatrix,
+    TokenTritonMatrix,
+    pad_rows,
+)
 from nanovllm.backends.gpu.rms_norm import add_rms_norm, rms_norm
 from nanovllm.backends.gpu.round_groups import Rounded, Rounding, find_rounded
 from nanovllm.backends.gpu.rounded_linear import (
@@ -228,9 +234,10 @@ def test_a_split_has_a_counter_for_each_tile_and_no_empty_part(
 
 @pytest.mark.parametrize("input_scales", InputScales)
 def test_the_largest_sums_are_exact(input_scales: InputScales) -> None:
-    """All codes are 127 or -127, in all groups: a sum of 128 products is 2,064,512, one of 1,280 needs 25 bits."""
+    """All inputs are 127 or -127, in all groups, and checkpoints have codes of -128: a sum of 1,280 needs 25 bits."""
     ours, reference = MATRICES[input_scales]
     codes = Codes(8, torch.full((40, 1280), 127, dtype=torch.int8, device=DEVICE), randn(40, 1).abs(), None, 1280)
+    codes.codes[20:] = -128
     codes.codes[0, -1] = 126
     x = torch.ones(20, 1280, device=DEVICE)
     x[::2] = -1
@@ -238,9 +245,16 @@ def test_the_largest_sums_are_exact(input_scales: InputScales) -> None:
 
 
 def test_a_matrix_whose_sums_would_not_be_exact_is_refused() -> None:
-    codes = Codes(8, torch.zeros(1, 133_145, dtype=torch.int8), torch.ones(1, 1), None, 133_145)
-    with pytest.raises(ValueError, match=r"133145 inputs, and int32 adds the products of at most 133144 codes exactly"):
-        TokenTritonMatrix(codes, HALF)
+    """Codes are -128 to 127, and those of inputs -127 to 127."""
+    most = dynamic.MOST_INPUTS
+    assert most * 127 * 128 < 2**31 <= (most + 1) * 127 * 128
+    codes = Codes(8, torch.zeros(1, 1, most + 1, dtype=torch.int8), torch.ones(1, 1, 1), None, most + 1)
+    message = rf"{most + 1} inputs, and int32 adds the products of at most {most} codes exactly"
+    with pytest.raises(ValueError, match=message):
+        TokenTritonMatrix(codes.take_expert(0), HALF)
+    with pytest.raises(ValueError, match=message):
+        RoundedTritonExperts(codes, TOKEN_ROUNDING)
+    RoundedTritonExperts(codes, ROUNDING)
 
 
 @pytest.mark.parametrize("input_scales", InputScales)

@@ -173,11 +173,7 @@ class TokenTritonMatrix(RoundedTritonMatrix):
             ValueError: a sum would not be exact.
         """
         super().__init__(codes, dtype)
-        if codes.in_features > MOST_INPUTS:
-            raise ValueError(
-                f"a matrix has {codes.in_features} inputs, and int32 adds the products of at most {MOST_INPUTS} codes "
-                'exactly: use quantization="int8-dynamic"'
-            )
+        refuse_long_rows(codes)
         self.row_limits = ROW_LIMITS
         device = codes.codes.device
         self._arrivals = torch.zeros(count_places(device), dtype=torch.int32, device=device)
@@ -245,7 +241,15 @@ class RoundedTritonExperts:
     """Matrices [num_experts, out, in] of int8 codes, which the kernel multiplies in whole numbers."""
 
     def __init__(self, codes: Codes, rounding: Rounding) -> None:
-        """rounding says how their inputs are rounded."""
+        """
+        Args:
+            rounding: how their inputs are rounded.
+
+        Raises:
+            ValueError: a sum would not be exact.
+        """
+        if rounding.by_token:
+            refuse_long_rows(codes)
         self._codes = pad_rows(codes)
         self._rounding = rounding
 
@@ -277,6 +281,15 @@ def refuse_order(codes: Codes) -> None:
         raise ValueError(
             "these experts' columns are sorted by their group (desc_act), which the grouped Triton kernel does not "
             "take: use a checkpoint that was made with desc_act=False"
+        )
+
+
+def refuse_long_rows(codes: Codes) -> None:
+    """Raise a ValueError if int32 may not hold the sum of all products of codes."""
+    if codes.in_features > MOST_INPUTS:
+        raise ValueError(
+            f"a matrix has {codes.in_features} inputs, and int32 adds the products of at most {MOST_INPUTS} codes "
+            'exactly: use quantization="int8-dynamic"'
         )
 
 

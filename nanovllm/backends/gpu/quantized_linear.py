@@ -129,7 +129,7 @@ def add_parts(acc, partial_ptr, arrivals_ptr, tile, part):
     It leaves arrivals as it found them: zero.
 
     Args:
-        acc: this program's part, float32 [rows, columns].
+        acc: this program's part, [rows, columns].
         tile, part: their numbers. The second dimension of the grid has the parts.
     """
     num_parts = tl.num_programs(1)
@@ -145,7 +145,7 @@ def add_parts(acc, partial_ptr, arrivals_ptr, tile, part):
         is_last = tl.atomic_add(arrivals_ptr + tile, 1, sem="acq_rel") == num_parts - 1
         if is_last:
             tl.store(arrivals_ptr + tile, 0)
-            acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+            acc = tl.zeros([BLOCK_M, BLOCK_N], acc.dtype)
             for i in range(num_parts):
                 acc += tl.load(partial_at + i * SIZE, cache_modifier=".cg")  # from L2: others have written it
     return acc, is_last

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.backends.gpu.launch import launch, wait_for_predecessor
+from nanovllm.backends.gpu.quantized_linear import add_parts
 from nanovllm.backends.gpu.round_groups import find_rounded
 from nanovllm.backends.gpu.rounded_linear import BAND, TOKEN_ROUNDING, round_inputs, sum_codes
 from nanovllm.backends.gpu.tiles import place_tile, store_tile
@@ -43,7 +44,7 @@ ROW_LIMITS = (TILES[0].rows, TILES[1].rows)
 """The numbers of rows up to which each variant of the kernel is taken."""
 
 MIN_GROUPS = 4
-"""The fewest groups of GROUP inputs that a part of a sum has, if it is split."""
+"""The fewest groups of GROUP inputs that a part of a sum has, if it is split. The last part may have fewer."""
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_groups", "part_groups"])
@@ -73,7 +74,6 @@ def _token_linear_kernel(
     wait_for_predecessor(PDL)
     tile = tl.program_id(0)
     part = tl.program_id(1)
-    parts = tl.num_programs(1)
     row, column = place_tile(num_rows, out_size, BAND, BLOCK_M, BLOCK_N)
     k = tl.arange(0, GROUP)
     row_size = num_groups * GROUP
@@ -83,20 +83,7 @@ def _token_linear_kernel(
     first = part * part_groups
     end = min(first + part_groups, num_groups)
     sums = sum_codes(x_at, codes_at, first, end, BLOCK_M, BLOCK_N, GROUP)
-    is_last = parts == 1
-    if parts > 1:
-        SIZE: tl.constexpr = BLOCK_M * BLOCK_N
-        place = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-        partial_at = partial_ptr + tile.to(tl.int64) * parts * SIZE + place
-        tl.store(partial_at + part * SIZE, sums)
-        tl.debug_barrier()  # whoever sees this program's arrival sees what all its threads have stored
-        is_last = tl.atomic_add(arrivals_ptr + tile, 1, sem="acq_rel") == parts - 1
-        if is_last:
-            tl.store(arrivals_ptr + tile, 0)
-            sums = tl.zeros([BLOCK_M, BLOCK_N], tl.int32)
-            for i in range(parts):
-                # From the L2 cache: others have written it.
-                sums += tl.load(partial_at + i * SIZE, cache_modifier=".cg")
+    sums, is_last = add_parts(sums, partial_ptr, arrivals_ptr, tile, part)
     if is_last:
         y = sums.to(tl.float32) * tl.load(x_scales_ptr + x_row)[:, None]
         y *= tl.load(scales_ptr + column % out_size)[None, :]

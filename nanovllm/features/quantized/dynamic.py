@@ -21,8 +21,8 @@ GROUP = 128
 EXACT = 1024
 """Products of codes that float32 adds exactly, in any order: the sum of as many is below 2^24."""
 
-MOST_INPUTS = 2**31 // 127**2
-"""Products of codes that int32 adds exactly."""
+MOST_INPUTS = (2**31 - 1) // (127 * 128)
+"""Products of codes that int32 adds exactly. A checkpoint's codes may be -128."""
 
 TINY = 2.0**-100
 """A group counts as zeros if no magnitude in it is larger: the reciprocal of a smaller one may be infinite."""
@@ -56,7 +56,7 @@ def multiply_rounded(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | No
     The sum of a group is below 2^24, so float32 holds it and all its partial sums exactly, whatever their order.
 
     Args:
-        codes: int8 [out, in], from -127 to 127.
+        codes: int8 [out, in].
         scales: float32 [out].
     """
     inputs, input_scales = round_inputs(x)
