@@ -265,15 +265,18 @@ def test_w8a8_takes_codes_of_a_byte_with_one_scale_a_row_alone() -> None:
         assert found is not None and found.name == "w8a8" and found.input_scales is InputScales.TOKEN
         assert found.kept_bits == 8 and found.quantizes_head == is_rounded
     refused = {
-        "codes of 4 bits, in groups of 32, with zeros": AWQ,
-        "codes of 8 bits, in groups of 128": rows | {"group_size": 128},
-        "codes of 8 bits, one scale a row, with zeros": rows | {"sym": False},
-        "codes of 4 bits, one scale a row": rows | {"bits": 4},
+        "codes of 4 bits, in groups of 32, with zeros": (AWQ, True),
+        "codes of 8 bits, in groups of 128": (rows | {"group_size": 128}, True),
+        "codes of 8 bits, one scale a row, with zeros": (rows | {"sym": False}, False),
+        "codes of 4 bits, one scale a row": (rows | {"bits": 4}, True),
     }
-    for what, config in refused.items():
-        expected = rf"'w8a8', and the checkpoint \(\w+\) has {what}; it must have int8 codes without zeros"
-        with pytest.raises(ValueError, match=expected):
+    for what, (config, takes_groups) in refused.items():
+        expected = rf"'w8a8', and the checkpoint \(\w+\) has {what}; it must have codes of 8 bits without zeros"
+        with pytest.raises(ValueError, match=expected) as raised:
             find_format("w8a8", SimpleNamespace(quantization_config=config))
+        assert ('use "int8-dynamic" on a GPU' in str(raised.value)) == takes_groups
+        if takes_groups:  # then that option takes the checkpoint
+            find_format("int8-dynamic", SimpleNamespace(quantization_config=config))
 
 
 def test_the_c_kernels_refuse_w8a8(wide: Path) -> None:

@@ -266,9 +266,11 @@ def find_format(asked: str | None, hf_config: "PretrainedConfig") -> Format | No
         return replace(format, name=asked, input_scales=INT8_DYNAMIC.input_scales)
     if asked == W8A8.name and format.bits < 16:
         if format.bits < 8 or format.group_size is not None or format.has_zeros:
+            takes_groups = format.bits < 8 or not format.has_zeros
+            instead = ', or use "int8-dynamic" on a GPU' if takes_groups else ""
             raise ValueError(
                 f"quantization is {quote(asked)}, and the checkpoint ({method}) has {describe_codes(format)}; it must "
-                'have int8 codes without zeros, and one scale a row: leave the option out, or use "int8-dynamic"'
+                f"have codes of 8 bits without zeros, and one scale a row: leave the option out{instead}"
             )
         return replace(format, name=asked, input_scales=W8A8.input_scales)
     if asked in MADE_AT_LOAD and format.bits == 16:

@@ -131,6 +131,6 @@ class MatrixOperators:
     def warn(self, format: Format) -> None:
         """Log it if matrices of this format are multiplied slowly."""
         logger.warning(
-            "plain torch multiplies quantised weights slowly: it converts each matrix in every step. The backends "
-            '"cpu" and "triton" have kernels for them'
+            "plain torch multiplies quantised weights slowly: it converts each matrix in every step. The backend "
+            '"triton" has kernels for all of them, and "cpu" for most'
         )
