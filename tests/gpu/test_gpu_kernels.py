@@ -443,6 +443,23 @@ def test_rounded_products_have_the_bits_of_the_reference_eager_and_replayed(
         assert torch.equal(got, expected)
 
 
+@pytest.mark.parametrize("num_rows", [1, 33, 128])
+def test_rounded_sums_in_many_parts_are_exact_one_right_after_another(num_rows: int) -> None:
+    """Captured as in a step: a product may start while the one before it runs, which has the same counters."""
+    codes = make_codes((1024, 4096), 8, 0, False)
+    matrix = TokenTritonMatrix(codes, BF16)
+    inputs = torch.randn(20, num_rows, 4096, device=CUDA).to(BF16)
+    matrix.multiply(inputs[0], None)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = [matrix.multiply(x, None) for x in inputs]
+    for _ in range(10):
+        graph.replay()
+    expected = TokenMatrix(codes, BF16).multiply(inputs.flatten(0, 1), None)
+    assert torch.equal(torch.cat(found), expected)
+    assert not matrix._arrivals.any()
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, BF16])
 @pytest.mark.parametrize(("out_size", "in_size"), [(6144, 1024), (1024, 3072), (24576, 4096), (4096, 12288), (200, 64)])
 def test_products_of_few_rows_are_torch_s_and_the_same_in_any_batch(
