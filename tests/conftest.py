@@ -3,6 +3,7 @@
 import logging
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -54,6 +55,15 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     from xdist.scheduler import WorkStealingScheduling
 
     return WorkStealingScheduling(config, log) if config.option.dist == "load" else None
+
+
+@pytest.fixture(autouse=True, scope="session")
+def quick_interpreter() -> None:
+    """Tests of Triton's kernels import it before the first test runs."""
+    if os.environ.get("TRITON_INTERPRET") and "triton.language" in sys.modules:
+        from helpers.quick_interpreter import quicken
+
+        quicken()
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,6 @@ The interpreter keeps bfloat16 as its bits and calculates with these as if they 
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -14,6 +13,7 @@ import triton.language as tl
 from triton.runtime import interpreter
 from triton.runtime.interpreter import GridExecutor, InterpreterBuilder, TensorHandle
 
+from helpers.quick_interpreter import quicken
 from helpers.rehearsal.card import Card
 
 
@@ -36,20 +36,10 @@ def is_bfloat16(dtype: Any) -> bool:
     return bool(dtype.scalar == tl.bfloat16)
 
 
-def _patch_language_once(patches: ExitStack) -> None:
-    """Replace the functions of triton.language for the time of `patches`.
-
-    The interpreter does that at each launch and at each call of a function within a kernel: a quarter of its time.
-    """
-    scope = interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
-    patches.callback(scope.restore)
-    nothing = SimpleNamespace(restore=lambda: None)
-    patches.enter_context(mock.patch.object(interpreter, "_patch_lang", lambda function: nothing))
-
-
 @contextmanager
 def extended(card: Card) -> Iterator[None]:
     """Within, kernels run on the card, in bfloat16 too."""
+    quicken()
     np_dtype = interpreter._get_np_dtype
     convert = interpreter._convert_float
     call = GridExecutor.__call__
@@ -98,7 +88,6 @@ def extended(card: Card) -> Iterator[None]:
         return bitcast(self, source, target)
 
     with ExitStack() as patches:
-        _patch_language_once(patches)
         patches.enter_context(mock.patch.object(GridExecutor, "__call__", launch))
         for name, stand_in in (
             ("_get_np_dtype", dtype_of),
