@@ -4,12 +4,14 @@ import json
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
-from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+
+if TYPE_CHECKING:  # transformers' models take seconds, and some processes of tests want nothing but the options below
+    from transformers import PreTrainedModel
 
 VOCAB_SIZE = 500
 BLOCK = 16
@@ -51,18 +53,23 @@ def save_random(
     *,
     seed: int = 0,
     max_shard_size: str = "1GB",
-    model_class: type[PreTrainedModel] = Qwen3ForCausalLM,
+    model_class: "type[PreTrainedModel] | None" = None,
     **changes: Any,
-) -> PreTrainedModel:
+) -> "PreTrainedModel":
     """Write a random float32 model to folder and return transformers' model of it.
 
     Args:
+        model_class: None: Qwen3ForCausalLM.
         changes: changes of its configuration; `...` leaves an entry out.
 
     As initialised, transformers' logits are nearly flat, biases zero and norms one: much could be lost without a token
     changing. So the layers are scaled up, beyond the embedding (which alone would make each token repeat itself), the
     last norm too, which makes the likeliest token clear (in the median 1.2 above the second), and the rest is drawn.
     """
+    if model_class is None:
+        from transformers import Qwen3ForCausalLM
+
+        model_class = Qwen3ForCausalLM
     torch.manual_seed(seed)
     config = {name: value for name, value in (SMALL_MODEL | changes).items() if value is not ...}
     model = model_class(model_class.config_class(**config)).float().eval()
@@ -80,7 +87,7 @@ def save_random(
 
 
 @torch.inference_mode()
-def greedy(model: PreTrainedModel, prompt: list[int], count: int) -> list[int]:
+def greedy(model: "PreTrainedModel", prompt: list[int], count: int) -> list[int]:
     """Return the tokens that transformers' generate adds to a prompt."""
     ids = torch.tensor([prompt])
     out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False)
@@ -88,7 +95,7 @@ def greedy(model: PreTrainedModel, prompt: list[int], count: int) -> list[int]:
 
 
 @torch.inference_mode()
-def logits_of(model: PreTrainedModel, token_ids: list[int]) -> Tensor:
+def logits_of(model: "PreTrainedModel", token_ids: list[int]) -> Tensor:
     """float32 [len(token_ids), vocab]: transformers' logits of the token after each."""
     return model(torch.tensor([token_ids])).logits[0].float()
 
@@ -150,6 +157,8 @@ def save_reciter(
         cycles: what to recite instead.
         more_tokens: texts that are a token each, and not special.
     """
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
     tokenizer = make_tokenizer()
     tokenizer.add_tokens([AddedToken(token, normalized=False) for token in more_tokens])
     size = tokenizer.get_vocab_size()

@@ -175,12 +175,10 @@ def check_few_rows(compiled: list[dict[str, Any]]) -> None:
     "arguments",
     [
         pytest.param(("--quick", "90"), id="few-90"),
-        pytest.param(("--quick", "--dtype", "float16", "90"), id="few-float16-90", marks=pytest.mark.slow),
         pytest.param(("--quick", "--dtype", "float32", "90"), id="few-float32-90", marks=pytest.mark.slow),
-        *(
-            pytest.param(("--quick", arch), id=f"few-{arch}", marks=pytest.mark.slow)
-            for arch in ("80", "89", "100", "120")
-        ),
+        # sm_80 has the instructions of sm_89, but for fp8, and takes bfloat16.
+        pytest.param(("--quick", "--dtype", "float16", "89"), id="few-float16-89", marks=pytest.mark.slow),
+        *(pytest.param(("--quick", arch), id=f"few-{arch}", marks=pytest.mark.slow) for arch in ("80", "100", "120")),
         pytest.param(("90",), id="all-90", marks=[pytest.mark.slow, pytest.mark.longest]),
     ],
 )

@@ -263,6 +263,13 @@ def generate(llm: LLM) -> list[Any]:
     return [read(output) for output in llm.generate(prompts, params, use_tqdm=False)]
 
 
+@pytest.fixture(scope="module")
+def expected(model: Path) -> list[Any]:
+    """Answer all requests on one rank, which nobody disturbs."""
+    with LLM(str(model), dtype="float32", attention_backend="cpu", **OPTIONS) as llm:
+        return generate(llm)
+
+
 def test_chunks_of_one_prompt_follow_each_other_and_want_no_logits(llm: LLM) -> None:
     """A plan of nothing but chunks: nothing comes back to rank 0, and nobody waits for it."""
     prompt = draw_prompts([150])[0]
@@ -324,8 +331,7 @@ def test_forgotten_prefixes_are_computed_again_by_every_stage(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("num_outputs", [1, 4])
-def test_leaving_with_steps_in_flight_leaves_the_engine_whole(num_outputs: int, llm: LLM) -> None:
-    expected = generate(llm)
+def test_leaving_with_steps_in_flight_leaves_the_engine_whole(num_outputs: int, llm: LLM, expected: list[Any]) -> None:
     stream = llm.stream(make_requests())
     for _ in itertools.islice(stream, num_outputs):
         pass
@@ -335,8 +341,9 @@ def test_leaving_with_steps_in_flight_leaves_the_engine_whole(num_outputs: int, 
     assert generate(llm) == expected
 
 
-def test_the_rows_of_aborted_sequences_serve_others_while_steps_in_flight_have_them(llm: LLM) -> None:
-    expected = generate(llm)
+def test_the_rows_of_aborted_sequences_serve_others_while_steps_in_flight_have_them(
+    llm: LLM, expected: list[Any]
+) -> None:
     engine = llm.engine
     seqs = [engine.add(engine.prepare(*request)) for request in make_requests()]
     for turn in itertools.count():
@@ -361,9 +368,8 @@ def test_the_rows_of_aborted_sequences_serve_others_while_steps_in_flight_have_t
 
 @pytest.mark.parametrize("step", [2, 9])
 def test_ctrl_c_with_steps_in_flight_leaves_the_engine_whole(
-    step: int, llm: LLM, monkeypatch: pytest.MonkeyPatch
+    step: int, llm: LLM, expected: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = generate(llm)
     launch: Callable[..., Any] = llm.engine.runner.launch
     count = itertools.count(1)
 

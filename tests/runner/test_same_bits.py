@@ -158,14 +158,15 @@ class Company:
         self._folder = folder
         self._dtype = dtype
         self._options = options
-        alone = {"num_kvcache_blocks": BLOCKS_ALONE, "kvcache_block_size": 16}
-        self.cases: list[Case] = []
-        for prompt, params in requests():
-            (answer,), logits, _ = self._run([(prompt, params)], **alone)
-            self.cases.append(Case(prompt, params, answer, logits[params.seed]))
+        alone = {"num_kvcache_blocks": BLOCKS_ALONE, "kvcache_block_size": 16, "enable_prefix_caching": False}
+        answers, logits, _ = self._run(requests(), one_by_one=True, **alone)
+        self.cases = [
+            Case(prompt, params, answer, logits[params.seed])
+            for (prompt, params), answer in zip(requests(), answers, strict=True)
+        ]
 
     def _run(
-        self, given: list[tuple[list[int], SamplingParams]], **options: Any
+        self, given: list[tuple[list[int], SamplingParams]], one_by_one: bool = False, **options: Any
     ) -> tuple[list[list[int]], dict[int, list[Tensor]], dict[str, int]]:
         """(token ids of each, logits of each sampled token by seed, statistics)."""
         seen: dict[tuple[int, int], Tensor] = {}
@@ -182,7 +183,10 @@ class Company:
                 return sample(logits, table, rows, positions)
 
             backend.sample = spy
-            outputs = llm.generate([p for p, _ in given], [params for _, params in given], use_tqdm=False)
+            groups = [[request] for request in given] if one_by_one else [given]
+            outputs = []
+            for group in groups:
+                outputs += llm.generate([p for p, _ in group], [params for _, params in group], use_tqdm=False)
             stats = llm.stats()
         logits = {
             params.seed: [seen[params.seed, len(prompt) + i] for i in range(len(output["token_ids"]))]

@@ -250,12 +250,8 @@ def test_log_probabilities_of_samples_come_from_the_logits_that_were_sampled_fro
 
 PEAK = """
 import resource, sys
-from pathlib import Path
-sys.path.insert(0, "tests")
-from helpers.tiny import save_random
 from nanovllm import LLM, SamplingParams
-folder = Path(sys.argv[1])
-llm = LLM(folder, dtype="float32", max_model_len=8192, num_kvcache_blocks=128, kvcache_block_size=64)
+llm = LLM(sys.argv[1], dtype="float32", max_model_len=8192, num_kvcache_blocks=128, kvcache_block_size=64)
 k = int(sys.argv[2])
 params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=None if k < 0 else k)
 (output,) = llm.generate([[i % 150_000 for i in range(5_000)]], params, use_tqdm=False)
