@@ -1,5 +1,6 @@
 """Settings that must be made before torch and Triton are imported, and fixtures that several test files share."""
 
+import gc
 import logging
 import os
 import signal
@@ -44,6 +45,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     As the last ones they would leave the others idle.
     """
     items.sort(key=lambda item: item.get_closest_marker("longest") is None)
+
+
+def pytest_collection_finish() -> None:
+    """Python's search for cycles leaves out what is imported, which stays anyway: half a second each time."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    """At the end Triton's bindings would call what is left out a leak."""
+    gc.unfreeze()
 
 
 @pytest.hookimpl(optionalhook=True)

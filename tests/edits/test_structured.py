@@ -79,8 +79,7 @@ def test_the_format_checker_refuses_a_bad_value(name: str) -> None:
         fits({"type": "string", "format": name}, json.dumps(BAD_VALUES[name]))
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.5])
-@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+@pytest.mark.parametrize(("load_format", "temperature"), [("auto", 1.5), ("dummy", 0.0)])
 def test_sixty_schemas_and_four_grammars_end_and_fit_in_one_batch(load_format: str, temperature: float) -> None:
     assert len(SCHEMAS) == 60
     others: list[dict[str, Any]] = [{"choice": ["yes", "no"]}, {"regex": "[0-9]{3}"}, {"grammar": 'start: "a"~2..4'}]
