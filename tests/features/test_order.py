@@ -73,7 +73,9 @@ def test_of_the_last_ones_the_longest_come_first_and_the_others_stay(lengths):
     num_early = len(lengths) - num_late
     assert numbers[:num_early] == list(range(num_early))
     assert numbers[num_early:] == sorted(range(num_early, len(lengths)), key=lambda i: (-lengths[i], i))
-    assert list_numbers(put_longest_first(candidates, 4, 3)) == list(range(len(lengths)))  # no room for the longest
+    num_slots = sum(1 + length for length in sorted(lengths)[-4:])  # each with the one token of its prompt
+    assert list_numbers(put_longest_first(candidates, 4, num_slots)) == numbers
+    assert list_numbers(put_longest_first(candidates, 4, num_slots - 1)) == list(range(len(lengths)))
 
 
 @given(prompts_of_few_blocks)
