@@ -108,8 +108,13 @@ def check(compiled: list[dict[str, Any]]) -> None:
         # What a step of decodes launches reads nothing two bytes at a time, and logits sixteen.
         # But for the two gates of a head, which in a step with prompts are those of a chunk; for the gate of a shared
         # expert; for the logits of a router that stand beside such gates: a thread has eight of them; and for a query's
-        # even and odd dimensions, once a chunk of a cache of codes.
-        most = {"_gated_delta_kernel": 2, "_prepare_chunks_kernel": 20, "split_codes_kernel": 32}
+        # even and odd dimensions, once a chunk of a cache of codes; and for a bias of 128 columns.
+        most = {
+            "_gated_delta_kernel": 2,
+            "_prepare_chunks_kernel": 20,
+            "split_codes_kernel": 32,
+            "_token_linear_kernel": 1,
+        }
         most["_combine_experts_kernel"] = result["config"].get("HAS_SHARED", 0)
         most["_choose_experts_kernel"] = 8 if "logits_stride" in result["types"] else 0
         assert result["narrow_loads"] <= most.get(result["kernel"], 0), result
