@@ -15,11 +15,11 @@ from nanovllm.engine.claim import Activity, State
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.features.adapters.lora import Adapter
 from nanovllm.models.decoder import find_decoder
-from nanovllm.models.headers import EMBEDDING, HEAD, ROWS_AT_A_TIME, are_equal
+from nanovllm.models.headers import ROWS_AT_A_TIME, are_equal
 from nanovllm.models.layers.linear import MatrixModule
 from nanovllm.models.layers.parallel import Parallel
 from nanovllm.models.layers.weights import WeightTarget
-from nanovllm.models.model_config import find_family, is_headless
+from nanovllm.models.model_config import find_ends, find_family, is_headless
 from nanovllm.models.weight_names import find_elsewhere, find_module_targets
 from nanovllm.models.weight_reader import checkpoint_files, name_canonically, name_some, open_tensors
 from nanovllm.runner.model_runner import ModelRunner
@@ -252,6 +252,7 @@ class WeightLoad:
         with torch.device("meta"), default_dtype(runner.dtype):
             self._shapes = find_decoder(runner.hf_config)(runner.hf_config, runner.backend, every_layer)
         self._unread = find_family(runner.hf_config).unread
+        self._head, self._embedding = find_ends(runner.hf_config)
         self._filling = None if runner.quantizer is None else runner.quantizer.begin(self._shapes)
         """Gathers the codes of quantised matrices; None if the model has none."""
         self._staged: dict[str, dict[str, Tensor]] = {}
@@ -283,7 +284,7 @@ class WeightLoad:
         names = set(canonical.values())
         self._find_places(names)
         targets = self._places
-        ignored = {HEAD} if self._shapes.tied else set()
+        ignored = {self._head} if self._shapes.tied else set()
         ignored |= {name for name in names if name.startswith(self._unread)}
         if unknown := names - targets.keys() - ignored:
             raise ValueError(f"the model has no weights called {name_some(unknown)}")
@@ -299,23 +300,23 @@ class WeightLoad:
 
     def _check_head(self, tensors: Mapping[str, Tensor], is_last: bool) -> None:
         """Raise a ValueError for an LM head with other values than the embedding that comes with it."""
-        head = tensors.get(HEAD)
-        embedding = tensors.get(EMBEDDING)
+        head = tensors.get(self._head)
+        embedding = tensors.get(self._embedding)
         digests = dict(self._digests)
         if head is not None and embedding is not None:
             digests.clear()
             is_equal = head is embedding or are_equal(head, embedding)
         else:
             if head is not None:
-                digests[HEAD] = digest_values(head)
-            if embedding is not None and (HEAD in digests or not is_last):
-                digests[EMBEDDING] = digest_values(embedding)
+                digests[self._head] = digest_values(head)
+            if embedding is not None and (self._head in digests or not is_last):
+                digests[self._embedding] = digest_values(embedding)
             is_equal = len(set(digests.values())) < 2
         if not is_equal:
             raise ValueError(
-                f"{HEAD} has other values than {EMBEDDING}, and this engine's model has one matrix for both: make the "
-                'engine from a folder whose config.json says "tie_word_embeddings": false, such as one that the '
-                "trainer has saved"
+                f"{self._head} has other values than {self._embedding}, and this engine's model has one matrix for "
+                'both: make the engine from a folder whose config.json says "tie_word_embeddings": false, such as one '
+                "that the trainer has saved"
             )
         self._digests = digests
 
@@ -338,8 +339,8 @@ class WeightLoad:
             for path, _ in places:
                 come.setdefault(path, set()).add(name)
         lacking = {name for path, names in come.items() for name in self._needed[path] - names}
-        if HEAD in self._digests and EMBEDDING not in self._digests:
-            lacking.add(EMBEDDING)  # without it nobody knows whether the head is the same matrix
+        if self._head in self._digests and self._embedding not in self._digests:
+            lacking.add(self._embedding)  # without it nobody knows whether the head is the same matrix
         if not lacking:
             return None
         return (

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nanovllm.models.layers.weights import FLOATS
-from nanovllm.models.model_config import OTHERS, find_family, is_headless
+from nanovllm.models.model_config import OTHERS, find_ends, find_family, is_headless
 from nanovllm.models.weight_reader import (
     INDEX,
     checkpoint_files,
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-HEAD = "lm_head.weight"
-EMBEDDING = "model.embed_tokens.weight"
 ROWS_AT_A_TIME = 1024
 
 SHAPES = (
@@ -118,10 +116,11 @@ def fit_to_checkpoint(config: "PretrainedConfig", folder: Path | None) -> bool:
     if folder is not None:
         headers = Headers(folder, config)
         report_unread_files(headers)
+        head, embedding = find_ends(config)
         if find_family(config) is not OTHERS:
             compare_sizes(config, headers)
-            can_generate &= config.tie_word_embeddings or HEAD in headers.names or headers.has_prefix
-        if can_generate and config.tie_word_embeddings and has_own_head(headers):
+            can_generate &= config.tie_word_embeddings or head in headers.names or headers.has_prefix
+        if can_generate and config.tie_word_embeddings and has_own_head(headers, head, embedding):
             logger.warning(
                 "config.json in %s says that the LM head is tied to the embedding, and the checkpoint has a head of "
                 'its own with other values, which is used: set "tie_word_embeddings" to false there',
@@ -154,12 +153,13 @@ def report_unread_files(headers: Headers) -> None:
     )
 
 
-def has_own_head(headers: Headers) -> bool:
-    """Return whether a checkpoint has an LM head with other values than its embedding."""
-    if HEAD in headers.names:
-        return EMBEDDING in headers.names and not headers.has_equal(HEAD, EMBEDDING)
+def has_own_head(headers: Headers, head: str, embedding: str) -> bool:
+    """Return whether a checkpoint has an LM head with other values than its embedding. They have these names."""
+    if head in headers.names:
+        return embedding in headers.names and not headers.has_equal(head, embedding)
     # A head that is quantised has several tensors, and is not the embedding, which is not quantised beside it.
-    return any(name.startswith("lm_head.") and not name.endswith(".bias") for name in headers.names)
+    module = head.removesuffix("weight")
+    return any(name.startswith(module) and not name.endswith(".bias") for name in headers.names)
 
 
 def compare_sizes(config: "PretrainedConfig", headers: Headers) -> None:

@@ -33,6 +33,7 @@ class Family:
             None: they stay as they are for other families.
         unread: prefixes of names of tensors. A checkpoint may have tensors with these names; no model reads them.
         rename: the path of a function rename(names, config) of a checkpoint's tensors: see `name_canonically`.
+        name_ends: the path of a function name_ends(config), for families that name them otherwise: see `find_ends`.
     """
 
     config_class: str
@@ -43,6 +44,7 @@ class Family:
     resolve: str | None = None
     unread: tuple[str, ...] = ()
     rename: str = "nanovllm.models.weight_reader:name_like_llama"
+    name_ends: str | None = None
 
 
 QWEN3_5 = Family(
@@ -84,6 +86,7 @@ OTHERS = Family(
     resolve="nanovllm.features.families.any_causal.config:resolve_any",
     unread=("unread.",),
     rename="nanovllm.features.families.any_causal.config:name_tensors",
+    name_ends="nanovllm.features.families.any_causal.config:name_ends",
 )
 """Every other causal model of transformers. Its `check` makes the configuration, and transformers' code the model."""
 
@@ -308,6 +311,15 @@ def find_family(config: "PretrainedConfig") -> Family:
 def find_renaming(config: "PretrainedConfig") -> Callable[[list[str], Any], dict[str, str]]:
     """Return the function that names the tensors of a family's checkpoints as its decoder does."""
     return resolve_name(find_family(config).rename)  # type: ignore[no-any-return]
+
+
+def find_ends(config: "PretrainedConfig") -> tuple[str, str]:
+    """Return the names that the LM head and the embedding have in checkpoints; `name_canonically` makes them so."""
+    name_ends = find_family(config).name_ends
+    if name_ends is None:
+        return "lm_head.weight", "model.embed_tokens.weight"
+    names: tuple[str, str] = resolve_name(name_ends)(config)
+    return names
 
 
 def find_rotary_dim(config: "PretrainedConfig") -> int:

@@ -19,7 +19,7 @@ from tqdm import tqdm
 from nanovllm.models.decoder import Decoder
 from nanovllm.models.layers.parallel import Parallel
 from nanovllm.models.layers.weights import Quantizer, WeightTarget
-from nanovllm.models.model_config import find_renaming, read_json
+from nanovllm.models.model_config import find_ends, find_renaming, read_json
 from nanovllm.models.weight_names import find_elsewhere, find_targets
 from nanovllm.utils.checks import quote
 from nanovllm.utils.progress import hide_unless
@@ -211,7 +211,8 @@ def load_weights(
     if unread_here and show_progress:
         logger.info("%s: %d tensors are not read: %s", folder, len(unread_here), name_some(unread_here))
     elsewhere = unread_here.union(name for name in found if name.startswith(find_elsewhere(model)))
-    leftovers = found - targets.keys() - elsewhere - {"lm_head.weight"}  # some checkpoints hold a tied head, too
+    head, _ = find_ends(config)
+    leftovers = found - targets.keys() - elsewhere - {head}  # some checkpoints hold a tied head, too
     if leftovers:
         from nanovllm.models.leftovers import check_leftovers
 

@@ -16,9 +16,10 @@ from helpers.adapters import save_adapter
 from helpers.any_models import CASES, compare, make_config, run_case, save_any
 from helpers.quantized import CHECKPOINTS, round_rows, run, save_quantised, save_with
 from helpers.tiny import CROWDED, draw_prompts, edit_json, save_random
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import masking_utils
+from transformers.core_model_loading import revert_weight_conversion
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from transformers.models.gemma import modeling_gemma
 from transformers.models.llama import modeling_llama
@@ -215,6 +216,54 @@ def test_the_lm_head_is_the_checkpoint_s_own_where_it_has_one(tmp_path: Path) ->
     assert not model.config.tie_word_embeddings
     with LLM(tmp_path, **OPTIONS) as llm:
         assert compare(model, llm).num_equal == 216
+
+
+OTHER_NAMES = ("GPT2LMHeadModel", "OPTForCausalLM", "BioGptForCausalLM", "GPTNeoXForCausalLM")
+"""Architectures that call the embedding, or the LM head too, otherwise than most do."""
+
+
+@pytest.mark.parametrize("name", OTHER_NAMES)
+def test_a_head_of_its_own_is_used_whatever_config_json_says(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As transformers does it: a head with other values is not tied, and an equal one is."""
+    model = save_any(tmp_path, name, tie_word_embeddings=False)
+    edit_json(tmp_path / "config.json", tie_word_embeddings=True)
+    with LLM(tmp_path, **OPTIONS) as llm:
+        assert compare(model, llm).num_equal == 216
+    assert "a head of its own with other values, which is used" in caplog.text
+    head, embedding = config.name_ends(model.config)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors[head] = tensors[embedding].clone()
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with LLM(tmp_path, **OPTIONS) as llm:
+        assert llm.engine.runner.model.tied  # type: ignore[attr-defined]
+        assert compare(type(model).from_pretrained(tmp_path).eval(), llm).num_equal == 216
+
+
+@pytest.mark.parametrize("name", OTHER_NAMES[:3])
+def test_a_tied_model_takes_all_weights_of_a_trainer(name: str, tmp_path: Path) -> None:
+    """Its head among them, which equals the embedding. A head with other values is refused by its name."""
+    old = save_any(tmp_path / "old", name, tie_word_embeddings=True)
+    new = save_any(tmp_path / "new", name, seed=1, tie_word_embeddings=True)
+    head, embedding = config.name_ends(old.config)
+    tensors = new.state_dict()
+    assert {head, embedding} <= tensors.keys()
+    with LLM(tmp_path / "old", **OPTIONS) as llm:
+        with pytest.raises(ValueError, match=f"{head} has other values than {embedding}"):
+            llm.load_weights((tensors | {head: tensors[head] + 1}).items())
+        llm.load_weights(tensors.items())
+        assert compare(new, llm).num_equal == 216
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in OTHER_NAMES else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
+)
+def test_head_and_embedding_have_the_names_that_checkpoints_have(name: str) -> None:
+    with decoder.parameters_on_meta():
+        model = getattr(transformers, name)(make_config(name, tie_word_embeddings=False))
+    names = revert_weight_conversion(model, model.state_dict())
+    assert set(config.name_ends(model.config)) <= names.keys()
 
 
 def test_longrope_has_the_table_of_its_original_length(tmp_path: Path) -> None:

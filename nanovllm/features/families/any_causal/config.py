@@ -25,6 +25,9 @@ PRIVATE = (
 )
 """The names of what is used of transformers, and is not public. All of it is used at load."""
 
+RENAMED_HEADS = {"gpt_neox": "embed_out.weight"}
+"""{type of model: the LM head's name in checkpoints}, where transformers' module has another name."""
+
 UNREAD = "unread."
 """Stands before the names of tensors that are not read: those for pictures and sound, for example."""
 
@@ -111,6 +114,14 @@ def name_tensors(names: Iterable[str], config: "PretrainedConfig") -> dict[str, 
     elif not any(name.startswith(f"{body}.") for name in names):
         renamed = {name: name if name.startswith("lm_head.") else f"{body}.{name}" for name in names}
     return renamed
+
+
+def name_ends(config: "PretrainedConfig") -> tuple[str, str]:
+    """Return the names of the LM head and the embedding in checkpoints. transformers' class says which it would tie."""
+    tied: dict[str, str] = find_class(config)._tied_weights_keys or {}
+    pairs = ((RENAMED_HEADS.get(config.model_type, head), embedding) for head, embedding in tied.items())
+    weights = (pair for pair in pairs if pair[0].endswith(".weight"))
+    return next(weights, ("lm_head.weight", "model.embed_tokens.weight"))
 
 
 def resolve_any(
