@@ -266,6 +266,13 @@ def test_head_and_embedding_have_the_names_that_checkpoints_have(name: str) -> N
     assert set(config.name_ends(model.config)) <= names.keys()
 
 
+def test_a_pad_token_in_config_json_changes_nothing(tmp_path: Path) -> None:
+    """transformers' GPT-2 then reads the ids, to warn about pad tokens."""
+    model = save_any(tmp_path, "GPT2LMHeadModel", pad_token_id=7)
+    with LLM(tmp_path, **OPTIONS) as llm:
+        assert compare(model, llm).num_equal == 216
+
+
 def test_longrope_has_the_table_of_its_original_length(tmp_path: Path) -> None:
     rope = {
         "rope_type": "longrope",

@@ -72,6 +72,10 @@ def ignoring_packed_sequences() -> Iterator[None]:
         masking_utils.find_packed_sequence_indices = original
 
 
+def ignore_padding(*_: Any) -> None:
+    """Stands for transformers' warning about pad tokens, for which it would read the ids."""
+
+
 class KeepViews(TorchFunctionMode):
     """Within, `contiguous` copies nothing, so that a view of a tensor stays one."""
 
@@ -220,6 +224,7 @@ class AnyDecoder(nn.Module):
     def _take_body(self) -> None:
         """Take the layers out of transformers' model, and put a stub there."""
         body = self.hf.get_decoder()
+        body.warn_if_padding_and_no_attention_mask = ignore_padding
         self.body_path = find_path(self.hf, body)
         self._embedding_path = find_path(body, self.hf.get_input_embeddings())
         self._head_path = find_path(self.hf, self.hf.get_output_embeddings())
