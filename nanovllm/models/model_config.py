@@ -256,6 +256,9 @@ def _check(config: "PretrainedConfig", source: str) -> None:
     if getattr(config, "mlp_bias", False):
         fail("mlp_bias is true; biases in the MLP are not supported")
     rope = config.rope_parameters or {}
+    if "rope_type" not in rope and any(isinstance(value, dict) for value in rope.values()):
+        kinds = ", ".join(map(quote, rope))
+        fail(f"rope_parameters has angles for each of {kinds}; one table for all layers is supported")
     rope_type = rope.get("rope_type", "default")
     if rope_type not in tuple(ROPE_TYPES):  # it may have any type
         fail(f"rope type is {quote(rope_type)}; supported are {', '.join(ROPE_TYPES)}")

@@ -582,6 +582,10 @@ UNSUPPORTED: dict[str, tuple[dict[str, Any], str]] = {
         {"rope_parameters": None, "rope_theta": 1e4, "rope_scaling": {"type": "dynamic", "factor": 2.0}},
         "dynamic",
     ),
+    "rope by kinds of layers": (
+        {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
+        "rope_parameters has angles for each of 'full_attention'; one table for all layers is supported",
+    ),
     "yarn without factor": ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "factor"),
     "heads that do not divide": ({"num_attention_heads": 3}, "3.*2.*key-value"),
     "no layers": ({"num_hidden_layers": 0}, "num_hidden_layers|layer"),
