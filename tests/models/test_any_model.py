@@ -211,6 +211,24 @@ def test_the_text_part_of_a_checkpoint_with_pictures_runs(tmp_path: Path) -> Non
     assert found.worst < 1e-3
 
 
+@torch.no_grad()
+def test_the_text_part_may_be_called_text_model(tmp_path: Path) -> None:
+    """As in Idefics 2 and 3 and SmolVLM."""
+    text = save_any(tmp_path / "text", "LlamaForCausalLM").config
+    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.SmolVLMConfig(
+        text_config=text, vision_config=vision | {"image_size": 28, "patch_size": 14}, tie_word_embeddings=False
+    )
+    whole = transformers.SmolVLMForConditionalGeneration(config).float().eval()
+    own = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "text").float().eval()
+    whole.model.text_model.load_state_dict(own.model.state_dict())
+    whole.lm_head.weight.copy_(own.lm_head.weight)
+    whole.save_pretrained(tmp_path / "whole")
+    assert any(name.startswith("model.text_model.") for name in load_file(tmp_path / "whole" / "model.safetensors"))
+    with LLM(tmp_path / "whole", **OPTIONS) as llm:
+        assert compare(own, llm).num_equal == 216
+
+
 def test_the_lm_head_is_the_checkpoint_s_own_where_it_has_one(tmp_path: Path) -> None:
     model = save_any(tmp_path, "GPTNeoXForCausalLM")
     assert not model.config.tie_word_embeddings

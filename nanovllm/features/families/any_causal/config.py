@@ -28,6 +28,9 @@ PRIVATE = (
 RENAMED_HEADS = {"gpt_neox": "embed_out.weight"}
 """{type of model: the LM head's name in checkpoints}, where transformers' module has another name."""
 
+TEXT_PART = re.compile(r"^(model\.)?(language_model|text_model)\.(model\.)?")
+"""Stands before the names of the text's part, where a checkpoint has other parts."""
+
 UNREAD = "unread."
 """Stands before the names of tensors that are not read: those for pictures and sound, for example."""
 
@@ -100,17 +103,18 @@ def names_causal_model(architectures: list[Any], causal: str) -> bool:
 def name_tensors(names: Iterable[str], config: "PretrainedConfig") -> dict[str, str]:
     """Return {name in a checkpoint: the name that transformers' causal model knows it by}.
 
-    A checkpoint that has other parts, such as one for pictures, has "language_model." in the names of the text's part.
+    A checkpoint that has other parts, such as one for pictures, has "language_model." or "text_model." in the names of
+    the text's part.
     One that was saved without its LM head lacks the name of the body.
     """
     names = list(names)
     body: str = find_class(config).base_model_prefix
     renamed = {name: name for name in names}
-    if any("language_model." in name for name in names):
+    if any(TEXT_PART.match(name) for name in names):
         for name in names:
-            inner = re.sub(r"^(model\.)?language_model\.(model\.)?", "", name)
+            inner = TEXT_PART.sub("", name)
             own = inner if inner.startswith("lm_head.") else f"{body}.{inner}"
-            renamed[name] = own if "language_model." in name or own == name else UNREAD + name
+            renamed[name] = own if inner != name or own == name else UNREAD + name
     elif not any(name.startswith(f"{body}.") for name in names):
         renamed = {name: name if name.startswith("lm_head.") else f"{body}.{name}" for name in names}
     return renamed
