@@ -567,6 +567,22 @@ REFUSED: dict[str, tuple[Callable[[], Any], str, dict[str, Any], dict[str, Any],
         {},
         "its rope type is dynamic: a sequence's angles depend on others",
     ),
+    "positions of its own": (
+        lambda: transformers.BartConfig(
+            **SMALL, encoder_layers=2, decoder_layers=2, is_decoder=True, is_encoder_decoder=False
+        ),
+        "BartForCausalLM",
+        {},
+        {},
+        "BartForCausalLM cannot run through transformers' code: its code counts the positions of tokens itself",
+    ),
+    "positions after 0": (
+        lambda: transformers.RobertaConfig(**SMALL, is_decoder=True),
+        "RobertaForCausalLM",
+        {},
+        {},
+        "RobertaForCausalLM cannot run through transformers' code: .* or begins to count after 0",
+    ),
     "forward reads the device": (
         lambda: transformers.JetMoeConfig(**SMALL),
         "JetMoeForCausalLM",
@@ -832,6 +848,22 @@ def test_a_model_whose_attention_is_wrong_is_refused_at_load(
         LLM(tmp_path, **OPTIONS)
     monkeypatch.setattr(proof, "TESTED", frozenset([name]))
     LLM(tmp_path, **OPTIONS).close()  # the test of tokens refuses it
+
+
+def test_the_proof_compares_with_the_positions_that_transformers_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """RoBERTa's first position is the one after the pad token's id."""
+    config = transformers.RobertaConfig(**SMALL, is_decoder=True, initializer_range=0.5)
+    model = transformers.RobertaForCausalLM(config)
+    model.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["lm_head.decoder.bias"] = tensors["lm_head.bias"].clone()  # as older versions of transformers save it
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    monkeypatch.setattr(decoder, "refuse_own_positions", lambda body: None)
+    last_built.clear()
+    with pytest.raises(ValueError, match="gives other numbers with this engine's attention"):
+        LLM(tmp_path, **OPTIONS)
 
 
 @pytest.mark.parametrize("place", ["transformers", "read"])

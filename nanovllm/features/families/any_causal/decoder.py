@@ -5,6 +5,7 @@ another version of transformers fails then, or not at all.
 """
 
 import copy
+import inspect
 import re
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -187,6 +188,7 @@ class AnyDecoder(nn.Module):
                 swap.swap_children(self.body)
                 take_whole(self.body, swap)
             self.layers = self._run_dry(int(config.num_hidden_layers))
+            refuse_own_positions(self.body)
         except ValueError as error:
             name = type(self.hf).__name__
             raise ValueError(f"{name} cannot run through transformers' code: {error}") from error
@@ -416,6 +418,13 @@ def find_path(model: nn.Module, module: nn.Module) -> str:
     if not path:
         raise ValueError(f"its {type(module).__name__} is no part of it")
     return path
+
+
+def refuse_own_positions(body: nn.Module) -> None:
+    """Raise a ValueError if the layers do not take a step's positions, or if a model's first position is not 0."""
+    takes_positions = "position_ids" in inspect.signature(type(body).forward).parameters
+    if not takes_positions or any(hasattr(module, "create_position_ids_from_input_ids") for module in body.modules()):
+        raise ValueError("its code counts the positions of tokens itself, or begins to count after 0")
 
 
 def refuse_states(model: nn.Module) -> None:

@@ -65,12 +65,11 @@ def prove(model: "AnyDecoder", config: ResolvedConfig) -> None:
 
 
 def run_whole(model: "AnyDecoder", ids: Tensor) -> Tensor:
-    """Return the log-probabilities of a text's tokens after the first, by transformers' attention."""
+    """Return the log-probabilities of a text's tokens after the first, by transformers' attention and its positions."""
     device = model.cos_sin.device
-    positions = torch.arange(len(ids), device=device)[None]
     model.choose_attention("eager")
     try:
-        hidden = model.body(input_ids=ids[None].long().to(device), position_ids=positions, use_cache=False)[0][0]
+        hidden = model.body(input_ids=ids[None].long().to(device), use_cache=False)[0][0]
     finally:
         model.choose_own_attention()
     return score(model, hidden, ids)
