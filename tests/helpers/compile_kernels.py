@@ -3,8 +3,9 @@
 A program of its own, because Triton's compiler and its interpreter cannot share a process. The constexprs come from the
 very functions that the wrappers call, so what is compiled here cannot drift from what is launched.
 
-    python tests/helpers/compile_kernels.py ARCH...       all configurations for some of 80, 89, 90, 100 and 120
-    python tests/helpers/compile_kernels.py --quick ARCH  the largest of each kind
+    python tests/helpers/compile_kernels.py ARCH...                 all configurations for some of 80, 89, 90, 100 and 120
+    python tests/helpers/compile_kernels.py --largest ARCH          the largest of each kind
+    python tests/helpers/compile_kernels.py --quick ARCH            the same of three models
     python tests/helpers/compile_kernels.py --dtype float32 ARCH    another type than bfloat16
 """
 
@@ -435,7 +436,8 @@ def inspect_binary(cubin: bytes, counts: bool) -> dict[str, int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="the largest of each kind")
+    parser.add_argument("--largest", action="store_true", help="the largest of each kind")
+    parser.add_argument("--quick", action="store_true", help="the largest of each kind, of three models")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
     parser.add_argument("arch", nargs="+", type=int, choices=sorted(SHARED_KIB))
     args = parser.parse_args()
@@ -445,7 +447,7 @@ def main() -> None:
         block_sizes = BLOCK_SIZES[:1] if args.quick else BLOCK_SIZES
         dtype = getattr(torch, args.dtype)
         chosen = list(dict.fromkeys(launches(models, block_sizes, arch, dtype)))
-        if args.quick:
+        if args.quick or args.largest:
             chosen = keep_largest(chosen)
         for launch in chosen:
             results.append(compile_launch(launch, arch))

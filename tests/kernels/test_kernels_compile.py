@@ -185,7 +185,7 @@ def check_few_rows(compiled: list[dict[str, Any]]) -> None:
         # sm_80 has the instructions of sm_89, but for fp8, and takes bfloat16.
         pytest.param(("--quick", "--dtype", "float16", "89"), id="few-float16-89", marks=LONG),
         *(pytest.param(("--quick", arch), id=f"few-{arch}", marks=LONG) for arch in ("80", "100", "120")),
-        pytest.param(("90",), id="all-90", marks=LONG),
+        pytest.param(("--largest", "90"), id="models-90", marks=LONG),
     ],
 )
 def test_kernels_compile_within_shared_memory_and_without_spills(arguments: tuple[str, ...]) -> None:
