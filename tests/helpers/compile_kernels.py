@@ -3,7 +3,7 @@
 A program of its own, because Triton's compiler and its interpreter cannot share a process. The constexprs come from the
 very functions that the wrappers call, so what is compiled here cannot drift from what is launched.
 
-    python tests/helpers/compile_kernels.py ARCH...                 all configurations for some of 80, 89, 90, 100 and 120
+    python tests/helpers/compile_kernels.py ARCH...                 all for some of 80, 89, 90, 100 and 120
     python tests/helpers/compile_kernels.py --largest ARCH          the largest of each kind
     python tests/helpers/compile_kernels.py --quick ARCH            the same of three models
     python tests/helpers/compile_kernels.py --dtype float32 ARCH    another type than bfloat16
