@@ -132,9 +132,9 @@ case ${1:-} in
     step bench_8b 80 "$python" bench.py --model qwen3-8b --kv-cache-dtype int8
     step bench_8b_w8a8 70 "$python" bench.py --model qwen3-8b --quantization w8a8 --kv-cache-dtype int8
     step moe_w8a8 90 "$python" bench.py --model qwen3-30b-a3b --quantization w8a8
-    step tiles 60 "$python" scripts/gpu_sweep.py --only tokens
     step steps_8b 40 "$python" scripts/gpu_steps.py --model qwen3-8b
     step steps_8b_w8a8 40 "$python" scripts/gpu_steps.py --model qwen3-8b --quantization w8a8
+    step tiles 60 "$python" scripts/gpu_sweep.py --only tokens
     ;;
   8)
     step few_rows_tests 60 "${tests[@]}" tests/gpu/test_gpu_kernels.py -k few_rows

@@ -3,6 +3,7 @@
 They have a scale for each group with int8-dynamic, and for each token with w8a8.
 """
 
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -256,6 +257,20 @@ def test_checkpoints_of_floats_are_rounded_and_those_of_codes_keep_them() -> Non
         find_format("int8-dynamic", SimpleNamespace(quantization_config=GPTQ | {"bits": 8, "sym": False}))
     with pytest.raises(ValueError, match="'int8', and the checkpoint is quantised already"):
         find_format("int8", SimpleNamespace(quantization_config=AWQ))
+
+
+@pytest.mark.parametrize(("dynamic", "count"), [(True, 0), (False, 1)])
+def test_scales_of_activations_that_are_not_used_are_told_of(
+    dynamic: bool, count: int, wide: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    quantised, _ = save_quantised(wide, tmp_path, *CHECKPOINTS["int8 w8a8"])
+    config = json.loads((quantised / "config.json").read_text())["quantization_config"]
+    config["config_groups"]["group_0"]["input_activations"] = {"num_bits": 8, "type": "int", "dynamic": dynamic}
+    edit_json(quantised / "config.json", quantization_config=config)
+    run(quantised, attention_backend="torch", **W8A8)
+    assert caplog.text.count("scales of activations are not used: w8a8 computes others for each token") == count
+    run(quantised)
+    assert caplog.text.count("scales of activations") == count
 
 
 def test_w8a8_takes_codes_of_a_byte_with_one_scale_a_row_alone() -> None:

@@ -124,7 +124,13 @@ class PackQuantized(Format):
 
 @dataclass(frozen=True)
 class IntQuantized(Format):
-    """compressed-tensors' int-quantized: int8 with a scale for each row. Activations are not quantised here."""
+    """compressed-tensors' int-quantized: int8 with a scale for each row. No scale of activations is read.
+
+    Attributes:
+        has_input_scales: whether the checkpoint has scales of activations, the same for all tokens.
+    """
+
+    has_input_scales: bool = False
 
     suffixes: ClassVar[tuple[str, ...]] = ("weight_scale", "weight_zero_point")
 
@@ -412,7 +418,10 @@ def _read_compressed(data: Config) -> Format:
         has_order = scheme.get("actorder") in ("group", True)
         return PackQuantized("compressed-tensors", bits, size, has_zeros, has_order=has_order)
     _check(scheme, "num_bits", None, (8,))
-    return IntQuantized("compressed-tensors", 8, size, has_zeros)
+    inputs = _read_mapping(groups[0], "input_activations")
+    return IntQuantized(
+        "compressed-tensors", 8, size, has_zeros, has_input_scales=bool(inputs) and not inputs.get("dynamic")
+    )
 
 
 _READERS: Mapping[Any, Callable[[Config], Format]] = {

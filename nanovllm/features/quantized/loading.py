@@ -85,6 +85,11 @@ class ModelQuantizer:
                 self._describe_codes(model, itemsize),
             )
             return
+        if self.format.input_scales is not None and getattr(self.format, "has_input_scales", False):
+            logger.warning(
+                "the checkpoint's scales of activations are not used: %s computes others for each token",
+                self.format.name,
+            )
         self._find_operators().warn(self.format)
 
     def _describe_codes(self, model: Decoder, itemsize: int) -> str:
