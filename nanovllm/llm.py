@@ -16,6 +16,7 @@ from nanovllm.config import EngineConfig, EngineOptions
 from nanovllm.engine.claim import Activity, State
 from nanovllm.engine.interfaces import StepObserver
 from nanovllm.engine.order import Order
+from nanovllm.engine.scheduled_step import ScheduledStep
 from nanovllm.engine.sequence import Request
 from nanovllm.inputs import LoRARequest, Others, translate_arguments
 from nanovllm.load import load_engine
@@ -190,7 +191,7 @@ class LLM:
             self.engine.observers.append(bar)
             try:
                 for ended in run:
-                    for _, seq in ended:  # `run` counts in the order in which it got them, and the caller in his own
+                    for seq in ended:
                         bar.update()
                         number = order.take_number(seq)
                         output = self.engine.make_output(seq)
@@ -453,10 +454,13 @@ class LLM:
             steps. `count` is the number of tokens in the last of them. It is negative if that step only decoded. It is
             0 if this call read no result: at depth 2 (see `LLMEngine`) the first call only launches a step.
         """
-        from nanovllm.features.original_loop import run_step
-
+        engine = self.engine
         with self.claim_loop("step()"):
-            return run_step(self.engine)
+            engine.last_read = None
+            ended = engine.step() if engine.has_work else []
+            read = engine.last_read
+            outputs = [(seq.seq_id, seq.output_token_ids) for seq in ended]
+            return outputs, 0 if read is None else _count_tokens(read)
 
     @contextmanager
     def claim_loop(self, activity: str) -> Iterator[None]:
@@ -603,6 +607,18 @@ class LLM:
 
     def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
         self.close()
+
+
+def _count_tokens(step: ScheduledStep) -> int:
+    """Return the number of tokens of a step; the negative number if the step only decoded.
+
+    Two tests show that it only decoded. Each of its tokens gave a sample. And none of its tokens is of a prompt: the
+    last token of a prompt gives a sample, too.
+    """
+    plan = step.plan
+    lengths = [seq.num_prompt_tokens for seq in step.seqs]
+    are_decodes = plan.num_tokens == plan.num_sampled.sum() and (plan.num_computed >= lengths).all()
+    return -plan.num_tokens if are_decodes else plan.num_tokens
 
 
 def _list_params(params: SamplingParams | Seq[SamplingParams | None] | None, count: int) -> list[SamplingParams | None]:

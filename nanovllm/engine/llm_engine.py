@@ -3,7 +3,6 @@
 docs/architecture.md explains the words that the files of engine/ use.
 """
 
-import itertools
 import logging
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
@@ -266,13 +265,13 @@ class LLMEngine:
 
     def run(
         self, requests: Iterable[Request | None], holder: Activity = OPEN_RUN
-    ) -> Generator[list[tuple[int, Sequence]], None, None]:
-        """Run requests. After each step, yield a list: (number, sequence) of each request that the step ended.
+    ) -> Generator[list[Sequence], None, None]:
+        """Run requests. After each step, yield the leads of the requests that the step ended.
 
-        The first request has number 0. If `requests` yields None, no request is ready now. Then `run` asks again after
-        its next step. But if all requests that it took have ended, None ends the run, as the end of `requests` does. A
-        Ctrl-C in a step is raised after the ended requests were yielded. A second Ctrl-C closes the engine and
-        is raised at once. When the generator ends, even by an error, unfinished requests are aborted.
+        If `requests` yields None, no request is ready now. Then `run` asks again after its next step. But if all
+        requests that it took have ended, None ends the run, as the end of `requests` does. A Ctrl-C in a step is
+        raised after the ended requests were yielded. A second Ctrl-C closes the engine and is raised at once. When the
+        generator ends, even by an error, unfinished requests are aborted.
 
         Args:
             holder: the activity that the run belongs to.
@@ -282,18 +281,18 @@ class LLMEngine:
         with self.claim.held_by(holder):
             self._has_noted_limit = False
             hold = HoldInterrupt(on_second=self.close)
-            numbers: dict[Sequence, int] = {}
-            count = itertools.count()
+            unfinished: set[Sequence] = set()
             try:
                 with self.claim.work():  # a Ctrl-C may have ended an earlier run within its _end_run()
                     self._kept_error = None
                     self.abort_all()
                 incoming = iter(requests)
-                while self._take(incoming, numbers, count):
+                while self._take(incoming, unfinished):
                     ended: list[Sequence] = []
                     with self._keep_interrupt(hold):
                         ended = self.step()
-                    yield [(numbers.pop(lead), lead) for lead in ended]
+                    unfinished.difference_update(ended)
+                    yield ended
                     self.raise_kept()
             finally:
                 self._end_run(hold)
@@ -317,8 +316,8 @@ class LLMEngine:
         if isinstance(kept, KeyboardInterrupt):
             raise kept
 
-    def _take(self, incoming: Iterator[Request | None], numbers: dict[Sequence, int], count: Iterator[int]) -> bool:
-        """Queue and number requests while fewer than 2 x max_num_seqs sequences wait.
+    def _take(self, incoming: Iterator[Request | None], unfinished: set[Sequence]) -> bool:
+        """Queue requests while fewer than 2 x max_num_seqs sequences wait, and add their leads to `unfinished`.
 
         next() returns None if no request is ready now. At the end of `incoming` it returns None, too. Both cases are
         treated alike: `run` asks again after the next step, and ends when its requests have ended.
@@ -329,8 +328,8 @@ class LLMEngine:
         most_waiting = 2 * self.config.max_num_seqs
         while len(self.scheduler.waiting) < most_waiting and (request := next(incoming, None)):
             with self.claim.work():
-                numbers[self.add(request)] = next(count)
-        return bool(numbers)
+                unfinished.add(self.add(request))
+        return bool(unfinished)
 
     def step(self) -> list[Sequence]:
         """Launch the next step if one can be planned. Then read the oldest step in flight.

@@ -9,6 +9,7 @@ from threading import RLock, Thread
 
 from nanovllm.engine.claim import Activity
 from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.order import Order
 from nanovllm.engine.sequence import Request
 from nanovllm.outputs import Output
 
@@ -82,11 +83,12 @@ class EngineThread:
         done: list[tuple[Future[Output], Output]] = []
         try:
             while True:
-                with closing(self._engine.run(self._take_requests(waiting), HOLDER)) as run:
+                order = Order(self._engine, self._take_requests(waiting))
+                with closing(self._engine.run(order, HOLDER)) as run:
                     for ended in run:
-                        for number, seq in ended:
-                            output = self._engine.make_output(seq)
-                            done.append((waiting.pop(number), output))
+                        for seq in ended:
+                            future = waiting.pop(order.take_number(seq))
+                            done.append((future, self._engine.make_output(seq)))
                         if waiting or self._incoming:
                             _deliver(done)
                         if self._program_ends:
@@ -113,7 +115,7 @@ class EngineThread:
         """Yield the queued requests, and None whenever there is none at the moment.
 
         Args:
-            waiting: receives the future of each request, by the number that the engine's run gives to it.
+            waiting: receives the future of each request, by the number that `Order` gives to it.
         """
         number = 0
         while True:

@@ -76,7 +76,7 @@ def stream_pieces(llm: Any, prompt: Any, sampling_params: SamplingParams | None)
     pieces = Pieces(request, engine.tokenizer)
     with closing(engine.run([request], OPEN_RUN._replace(name="stream_tokens()"))) as run:
         for ended in run:
-            for _, seq in ended:
+            for seq in ended:
                 yield pieces.read(seq)
                 if seq.error is not None:
                     raise RuntimeError(seq.error)

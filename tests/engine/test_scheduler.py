@@ -134,7 +134,7 @@ def test_what_a_step_ended_is_returned_even_if_its_launch_then_fails(way, closes
     with pytest.raises(RuntimeError, match="the launch failed"):
         if way == "run":
             for some in engine.run(requests):
-                found += [seq for _, seq in some]
+                found += some
         else:
             for request in requests:
                 engine.add(request)
@@ -169,7 +169,7 @@ def test_a_ctrl_c_is_raised_after_the_ended_requests_even_if_the_caller_leaves_b
     engine.runner.launch = interrupt
     requests = [engine.prepare([number, 3], SamplingParams(max_tokens=number)) for number in (1, 2)]
     run = engine.run(requests)
-    assert [(number, seq.finish_reason) for number, seq in next(run)] == [(0, "length")]
+    assert [(seq.seq_id, seq.finish_reason) for seq in next(run)] == [(0, "length")]
     with pytest.raises(KeyboardInterrupt):
         run.close() if leaves else next(run)
     assert not engine.has_work

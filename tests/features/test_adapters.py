@@ -403,7 +403,7 @@ def test_an_engine_runs_on_although_its_llm_is_dropped_with_an_adapter(case: Cas
     engine = llm.engine
     request = llm.prepare(PROMPTS[0], SEEDED)
     del llm
-    [sequence] = [sequence for ended in engine.run([request]) for _, sequence in ended]
+    [sequence] = [sequence for ended in engine.run([request]) for sequence in ended]
     assert sequence.output_token_ids == expected["token_ids"]
     engine.close()
 

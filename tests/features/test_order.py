@@ -114,7 +114,7 @@ def prepare(engine: LLMEngine, prompts: list[list[int]], params: list[SamplingPa
 def run_list(engine: LLMEngine, requests: list[Request]) -> dict[int, Any]:
     """Run a list as `LLM.run_requests` does; return the sequences by their numbers in the given order."""
     order = SoonestOrder(engine, requests)
-    return {order.take_number(seq): seq for ended in engine.run(order) for _, seq in ended}
+    return {order.take_number(seq): seq for ended in engine.run(order) for seq in ended}
 
 
 @settings(max_examples=60)

@@ -9,6 +9,7 @@ import xxhash
 from nanovllm.config import ResolvedConfig
 from nanovllm.engine.block_manager import BlockManager, prefix_digest
 from nanovllm.engine.llm_engine import LLMEngine, ModelFacts
+from nanovllm.engine.order import Order
 from nanovllm.engine.plan import StepPlan, StepResult
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Request, Sequence
@@ -265,7 +266,8 @@ def make_engine(
 
 def run_all(engine: LLMEngine, requests: Iterable[Request]) -> dict[int, Sequence]:
     """Run requests; returns {number: sequence} in the order in which they ended."""
-    return {number: seq for ended in engine.run(requests) for number, seq in ended}
+    order = Order(engine, requests)
+    return {order.take_number(seq): seq for ended in engine.run(order) for seq in ended}
 
 
 FREE = StepCosts(np.array([1.0, 99.0]), np.ones(2), np.ones(2), np.zeros(2))
