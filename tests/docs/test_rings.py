@@ -153,7 +153,7 @@ def forker(tmp_path_factory: pytest.TempPathFactory) -> Iterator["subprocess.Pop
 def test_whoever_deletes_a_feature_deletes_that_feature_alone(
     forker: "subprocess.Popen[str]", tmp_path: Path, name: str
 ) -> None:
-    """Ten uses run in a copy of the package without that folder or file. Only the feature's own uses fail."""
+    """Ten uses run in a copy of the package without the feature. Only the uses of the feature fail, and they say so."""
     shutil.copytree(PACKAGE, tmp_path / "nanovllm", ignore=shutil.ignore_patterns("__pycache__"))
     place = tmp_path / "nanovllm" / name
     if place.is_dir():
@@ -171,3 +171,5 @@ def test_whoever_deletes_a_feature_deletes_that_feature_alone(
     assert Path(where.strip()).is_relative_to(tmp_path), "".join(printed)
     failed = json.loads(failures)
     assert set(failed) == OWN_USES.get(Path(name).stem, set()), "\n".join(failed.values())
+    for error in failed.values():
+        assert f"this build has no {Path(name).stem}: there is no nanovllm/{name.removesuffix('.py')}" in error
