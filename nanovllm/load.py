@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
@@ -22,16 +21,12 @@ from nanovllm.engine.scheduler import Scheduler
 from nanovllm.models.decoder import find_decoder
 from nanovllm.models.generation_keys import check_generation_keys
 from nanovllm.models.headers import fit_to_checkpoint
-from nanovllm.models.hub import QUANTIZATION_CONFIGS, find_folder, find_model
+from nanovllm.models.hub import find_folder, find_model
 from nanovllm.models.layers.parallel import Parallel
-from nanovllm.models.model_config import (
-    find_family,
-    load_model_config,
-    read_json,
-    take_text_config,
-)
+from nanovllm.models.model_config import find_family, load_model_config
+from nanovllm.models.model_folder import ModelFolder
 from nanovllm.models.sizes import Sizes
-from nanovllm.models.weight_reader import checkpoint_files, load_weights, read_ahead, stamp_checkpoint
+from nanovllm.models.weight_reader import load_weights, read_ahead
 from nanovllm.runner.kv_memory import fit_length, make_cache
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.runner.resolve import resolve
@@ -83,9 +78,10 @@ def make_engine(asked: EngineConfig) -> LLMEngine:
         from nanovllm.features.drafts.draft_model import find_draft
 
         config = find_draft(asked, config, folder, find_config)
+    place = None if folder is None else folder.path
     with ThreadPoolExecutor(1) as pool, ExitStack() as on_error:
         # The tokenizer is read beside the weights, whose reading needs little Python.
-        tokenizer_to_be = pool.submit(Tokenizer.find, folder, config.max_model_len)
+        tokenizer_to_be = pool.submit(Tokenizer.find, place, config.max_model_len)
         runner, allocate_cache = load_runner(config, hf_config, weights)
         on_error.callback(runner.close)
         tokenizer = tokenizer_to_be.result()
@@ -99,7 +95,9 @@ def make_engine(asked: EngineConfig) -> LLMEngine:
     return engine
 
 
-def read_files(asked: EngineConfig) -> "tuple[Path | None, Path | None, PretrainedConfig, ModelFacts]":
+def read_files(
+    asked: EngineConfig,
+) -> "tuple[ModelFolder | None, ModelFolder | None, PretrainedConfig, ModelFacts]":
     """Find a model, and read what its files say, the weights aside.
 
     Returns:
@@ -113,18 +111,17 @@ def read_files(asked: EngineConfig) -> "tuple[Path | None, Path | None, Pretrain
     weights = None if asked.load_format == "dummy" else folder
     if weights is not None:
         with suppress(ValueError):  # config.json is judged first
-            read_ahead(checkpoint_files(weights))  # while transformers is imported
+            read_ahead(weights.files)  # while transformers is imported
     hf_config = load_model_config(data, source, asked.model_impl)
     can_generate = fit_to_checkpoint(hf_config, weights)
     pooling = find_pooling(folder, hf_config.hidden_size)
     if pooling.refusal and not can_generate:
         raise ValueError(pooling.refusal)
-    generation, default_params, refused_defaults = read_generation_config(folder)
+    default_params, refused_defaults = read_default_params(folder)
+    generation = {} if folder is None else folder.generation
     named = {**data, **generation}.get("eos_token_id")  # one id or several
     ids = named if isinstance(named, list) else [named]
     eos_token_ids = frozenset(as_integer(i, "the model's eos_token_id") for i in ids if i is not None)
-    origin = source if folder is None else folder.absolute()
-    stamps = () if weights is None else stamp_checkpoint(weights.absolute())
     facts = ModelFacts(
         embedding_size=pooling.size or hf_config.hidden_size,
         has_lm_head=can_generate,
@@ -132,8 +129,8 @@ def read_files(asked: EngineConfig) -> "tuple[Path | None, Path | None, Pretrain
         default_params=default_params,
         refused_defaults=refused_defaults,
         pooling=pooling,
-        origin=origin,
-        stamps=stamps,
+        origin=source if folder is None else folder.path.absolute(),
+        stamps=() if weights is None else weights.stamps,
     )
     return folder, weights, hf_config, facts
 
@@ -169,7 +166,7 @@ def assemble(
     )
 
 
-def find_config(model: str, revision: str | None, load_format: str) -> tuple[Path | None, str, dict[str, Any]]:
+def find_config(model: str, revision: str | None, load_format: str) -> tuple[ModelFolder | None, str, dict[str, Any]]:
     """Return a model's folder, the source of its config.json, and the content of that.
 
     The folder is None for a shape alone, which gets random weights. A shape's name has no slash, as a hub's id has.
@@ -182,13 +179,8 @@ def find_config(model: str, revision: str | None, load_format: str) -> tuple[Pat
 
         if (shape := find_shape(model, load_format)) is not None:
             return None, f"preset {model.lower()}", shape
-    folder = find_model(model, revision)
-    data = take_text_config(read_json(folder / "config.json"))
-    if any((folder / name).is_file() for name in QUANTIZATION_CONFIGS):
-        from nanovllm.models.settings_files import add_settings
-
-        data = add_settings(data, folder)
-    return folder, str(folder / "config.json"), data
+    folder = ModelFolder(find_model(model, revision))
+    return folder, folder.source, folder.config
 
 
 def resolve_options(
@@ -225,7 +217,7 @@ def resolve_options(
 
 
 def load_runner(
-    config: ResolvedConfig, hf_config: "PretrainedConfig", weights: Path | None
+    config: ResolvedConfig, hf_config: "PretrainedConfig", weights: ModelFolder | None
 ) -> tuple["ModelRunner | LeadingRunner", Callable[[], int]]:
     """Load the model on one device, or on several ranks.
 
@@ -247,7 +239,7 @@ def load_runner(
 def make_runner(
     config: ResolvedConfig,
     hf_config: "PretrainedConfig",
-    weights: Path | None,
+    weights: ModelFolder | None,
     parallel: Parallel,
     runner_class: Callable[..., ModelRunner] = ModelRunner,
 ) -> ModelRunner:
@@ -336,29 +328,22 @@ def load_parser(config: ResolvedConfig, tokenizer: Tokenizer | None) -> "AnswerP
     return AnswerParser(tokenizer, config.reasoning_parser, config.tool_call_parser)
 
 
-def find_pooling(folder: Path | None, hidden_size: int) -> Pooling:
+def find_pooling(folder: ModelFolder | None, hidden_size: int) -> Pooling:
     """Return how a folder makes vectors: as the files of sentence-transformers say, else of the last hidden state."""
-    if folder is None or not any((folder / name).exists() for name in ("modules.json", "1_Pooling")):
+    if folder is None or not any((folder.path / name).exists() for name in ("modules.json", "1_Pooling")):
         return LAST_TOKEN_POOLING
     from nanovllm.features.scoring.pooling_files import read_pooling
 
-    return read_pooling(folder, hidden_size)
+    return read_pooling(folder.path, hidden_size)
 
 
-def read_generation_config(folder: Path | None) -> tuple[dict[str, Any], SamplingParams, str]:
-    """Read generation_config.json.
-
-    Returns:
-        What it holds, {} if there is no such file; the SamplingParams that it asks for; and why requests cannot have
-        these, "" if they can.
-    """
-    path = folder / "generation_config.json" if folder is not None else None
-    if path is None or not path.is_file():
-        return {}, SamplingParams.from_generation_config({}), ""
-    generation = read_json(path)
+def read_default_params(folder: ModelFolder | None) -> tuple[SamplingParams, str]:
+    """Return the SamplingParams that generation_config.json asks for, and why requests cannot have these, "" if they
+    can."""
+    generation = {} if folder is None else folder.generation
     try:
         check_generation_keys(generation)
-        return generation, SamplingParams.from_generation_config(generation), ""
+        return SamplingParams.from_generation_config(generation), ""
     except ValueError as error:
         advice = "give SamplingParams; without them a request would take this file's values"
-        return generation, SamplingParams(), f"{path}: {error}: {advice}"
+        return SamplingParams(), f"{folder}/generation_config.json: {error}: {advice}"

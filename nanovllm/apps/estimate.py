@@ -22,11 +22,11 @@ from nanovllm.features.distributed.stage_decoder import make_stage_decoder
 from nanovllm.features.distributed.stages import choose_stages
 from nanovllm.features.shapes import PRESETS, preset_config
 from nanovllm.llm import LLM
-from nanovllm.load import assemble, make_quantizer, read_generation_config, resolve_options
+from nanovllm.load import assemble, make_quantizer, read_default_params, resolve_options
 from nanovllm.models.decoder import find_decoder
 from nanovllm.models.hub import CONFIGS, QUANTIZATION_CONFIGS, TOKENIZER, as_path, download, find_folder
 from nanovllm.models.model_config import load_model_config, read_json
-from nanovllm.models.settings_files import read_config
+from nanovllm.models.model_folder import ModelFolder
 from nanovllm.models.sizes import Sizes
 from nanovllm.runner.kv_memory import fit_length
 from nanovllm.runner.resolve import resolve_device
@@ -72,8 +72,8 @@ def fetch_config(model: str, model_impl: str = "auto") -> "PretrainedConfig":
         if model.lower() in (shape, PRESETS.get(shape, "").lower()) and shape in PRESETS and not path.exists():
             return load_model_config(preset_config(shape), f"preset {shape}", model_impl)
         if not path.is_file():
-            folder = find_folder(model) or download(model, ["config.json", *QUANTIZATION_CONFIGS])
-            return load_model_config(read_config(folder), str(folder / "config.json"), model_impl)
+            folder = ModelFolder(find_folder(model) or download(model, ["config.json", *QUANTIZATION_CONFIGS]))
+            return load_model_config(folder.config, folder.source, model_impl)
         return load_model_config(read_json(path), str(path), model_impl)
     except ValueError as error:
         raise explain(error, model) or error from error
@@ -377,7 +377,7 @@ def read_lengths(
     tokenizer = Tokenizer.find(folder, config.max_model_len)
     if tokenizer is None:
         raise ValueError(f"--input needs a tokenizer, and {explain_no_tokenizer(folder)}")
-    _, params, refused = read_generation_config(folder)
+    params, refused = read_default_params(ModelFolder(folder))
     facts = ModelFacts(default_params=params, refused_defaults=refused, origin=folder)
     llm = LLM.__new__(LLM)
     llm.engine = assemble(config, facts, tokenizer, None, 1)  # type: ignore[arg-type]  # nothing will run

@@ -50,7 +50,7 @@ class ModelFacts:
         pooling: makes the vectors of prompts that are embedded.
         origin: the model's folder, or the name of a preset (a configuration without weights).
         stamps: the checkpoint's files as they were when they were read, each with its size and the time of its last
-            change: see `stamp_checkpoint`.
+            change: see `ModelFolder.stamps`.
     """
 
     embedding_size: int = 0

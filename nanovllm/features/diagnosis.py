@@ -15,8 +15,8 @@ from subprocess import CalledProcessError
 from nanovllm.features.shapes import PRESETS
 from nanovllm.models.headers import Headers
 from nanovllm.models.hub import BOX, QUANTIZATION_CONFIGS, ModelNotFoundError, as_path
-from nanovllm.models.settings_files import SETTINGS_FILE, read_config
-from nanovllm.models.weight_reader import name_some
+from nanovllm.models.model_folder import SETTINGS_FILE, SHARD, ModelFolder
+from nanovllm.models.weight_names import name_some
 from nanovllm.utils.checks import quote
 from nanovllm.utils.memory import find_memory_limits, free_memory
 
@@ -29,7 +29,6 @@ UNFINISHED_FILES = ("*.incomplete", "*.part", "*.crdownload", "*.aria2", "*.tmp"
 CUT_SHORT = ("header too small", "invalid header length", "file not fully covered")
 """Words of safetensors' errors for a file that is shorter than its header says."""
 
-SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.safetensors")
 
 NO_MEMORY = ("can't allocate memory", "Cannot allocate memory", "not enough memory", "bad_alloc", "DefaultCPUAllocator")
 """Words of the errors that torch, safetensors and the operating system raise when memory runs out."""
@@ -133,8 +132,9 @@ LOOKS_LIKE = (
 
 def advise_on_tensors(folder: Path) -> str:
     """Return what kind of checkpoint the names of its tensors look like; "" if they look like none that is known."""
-    headers = Headers(folder)
-    config = read_config(folder)
+    model = ModelFolder(folder)
+    headers = Headers(model)
+    config = model.config
     looks = next((kind for form, kind in LOOKS_LIKE if any(re.search(form, name) for name in headers.names)), "")
     num_layers = config.get("num_hidden_layers")
     if not looks and headers.count_layers() != num_layers:

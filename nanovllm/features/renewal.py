@@ -20,8 +20,8 @@ from nanovllm.models.layers.linear import MatrixModule
 from nanovllm.models.layers.parallel import Parallel
 from nanovllm.models.layers.weights import WeightTarget
 from nanovllm.models.model_config import find_ends, find_family, is_headless
-from nanovllm.models.weight_names import find_elsewhere, find_module_targets
-from nanovllm.models.weight_reader import checkpoint_files, name_canonically, name_some, open_tensors
+from nanovllm.models.model_folder import ModelFolder, open_tensors
+from nanovllm.models.weight_names import find_elsewhere, find_module_targets, name_canonically, name_some
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.utils.checks import as_bool, as_choice, as_integer, as_list, quote
 from nanovllm.utils.machine import default_dtype
@@ -449,7 +449,7 @@ def open_checkpoint(folder: Path, config: "PretrainedConfig") -> Iterator[dict[s
     """
     with ExitStack() as stack:
         sources: dict[str, Any] = {}
-        for path in checkpoint_files(folder):
+        for path in ModelFolder(folder).files:
             file = stack.enter_context(open_tensors(path))
             sources |= {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  # not a dict
         names = name_canonically(sources, config)

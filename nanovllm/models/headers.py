@@ -2,22 +2,14 @@
 
 import logging
 import re
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from nanovllm.models.layers.weights import FLOATS
 from nanovllm.models.model_config import OTHERS, find_ends, find_family, is_headless
-from nanovllm.models.weight_reader import (
-    INDEX,
-    checkpoint_files,
-    find_names,
-    name_canonically,
-    name_some,
-    open_tensors,
-    read_index,
-)
+from nanovllm.models.model_folder import ModelFolder, open_tensors
+from nanovllm.models.weight_names import name_canonically, name_some
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -41,15 +33,13 @@ tensor in another form, and then without this name."""
 class Headers:
     """The headers of a checkpoint's files. Names of tensors are canonical here: see `name_canonically`."""
 
-    def __init__(self, folder: Path, config: "PretrainedConfig | None" = None) -> None:
+    def __init__(self, folder: ModelFolder, config: "PretrainedConfig | None" = None) -> None:
         """Read them; ValueError if a file cannot be read, or two files have the same tensor."""
         self.folder = folder
-        self.files = checkpoint_files(folder)
-        found = find_names(self.files)
-        canonical = name_canonically(found, config)
-        self._places = {canonical[name]: (path, name) for name, path in found.items()}
+        canonical = name_canonically(folder.places, config)
+        self._places = {canonical[name]: (path, name) for name, path in folder.places.items()}
         self.names = frozenset(self._places)
-        self.has_prefix = any(name.startswith("model.") for name in found)
+        self.has_prefix = any(name.startswith("model.") for name in folder.places)
         """Whether the files' own names begin with "model.", as those of a model with an LM head do."""
 
     def count_layers(self) -> int:
@@ -95,7 +85,7 @@ def get_shape(tensor: Any) -> list[int]:
     return list(tensor.shape if isinstance(tensor, torch.Tensor) else tensor.get_shape())
 
 
-def fit_to_checkpoint(config: "PretrainedConfig", folder: Path | None) -> bool:
+def fit_to_checkpoint(config: "PretrainedConfig", folder: ModelFolder | None) -> bool:
     """Check a configuration's sizes by the checkpoint, and tie the LM head as the checkpoint has it.
 
     config.json may say that the head is tied, and the checkpoint may have a head of its own, with other values: after
@@ -115,7 +105,7 @@ def fit_to_checkpoint(config: "PretrainedConfig", folder: Path | None) -> bool:
     can_generate = not is_headless(config)
     if folder is not None:
         headers = Headers(folder, config)
-        report_unread_files(headers)
+        report_unread_files(folder)
         head, embedding = find_ends(config)
         if find_family(config) is not OTHERS:
             compare_sizes(config, headers)
@@ -132,23 +122,22 @@ def fit_to_checkpoint(config: "PretrainedConfig", folder: Path | None) -> bool:
     return can_generate
 
 
-def report_unread_files(headers: Headers) -> None:
+def report_unread_files(folder: ModelFolder) -> None:
     """Log the files of tensors that are beside the checkpoint's and are not read. An index may have named them."""
-    files = {path.name for path in headers.files}
-    if (headers.folder / "adapter_config.json").is_file():
+    files = {path.name for path in folder.files}
+    if (folder.path / "adapter_config.json").is_file():
         logger.warning(
             "%s has an adapter (LoRA) beside the model, which is merged only by the option lora=%r",
-            *(headers.folder, str(headers.folder)),
+            *(folder, str(folder)),
         )
-    beside = {path.name for path in headers.folder.glob("*.safetensors")} - files
+    beside = {path.name for path in folder.path.glob("*.safetensors")} - files
     if not beside:
         return
-    index = headers.folder / INDEX
-    is_contradicted = index.is_file() and not files & read_index(index)
+    is_contradicted = bool(folder.index) and not files & folder.index
     logger.log(
         logging.WARNING if is_contradicted else logging.INFO,
         "%s: the weights are those of %s, as transformers reads them; not read: %s%s",
-        *(headers.folder, name_some(files), name_some(beside)),
+        *(folder, name_some(files), name_some(beside)),
         ", of which model.safetensors.index.json names some: delete what is out of date" if is_contradicted else "",
     )
 

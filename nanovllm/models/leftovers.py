@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from nanovllm.models.model_config import find_rotary_dim
-from nanovllm.models.weight_reader import name_some, open_tensors
+from nanovllm.models.model_folder import ModelFolder, open_tensors
+from nanovllm.models.weight_names import name_some
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -27,7 +28,7 @@ def check_leftovers(
     names: Mapping[str, str],
     targets: Collection[str],
     config: "PretrainedConfig",
-    folder: Path,
+    folder: ModelFolder,
 ) -> None:
     """Raise a ValueError unless each tensor that the model has no place for is known to change nothing.
 

@@ -43,7 +43,7 @@ class Family:
     check: str = "nanovllm.models.model_config:check_dense"
     resolve: str | None = None
     unread: tuple[str, ...] = ()
-    rename: str = "nanovllm.models.weight_reader:name_like_llama"
+    rename: str = "nanovllm.models.weight_names:name_like_llama"
     name_ends: str | None = None
 
 

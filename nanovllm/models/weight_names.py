@@ -1,14 +1,18 @@
 """Says which tensors of a checkpoint fill which parts of a model, by their names."""
 
-from collections.abc import Collection, Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from nanovllm.models.layers.embedding import LMHead
 from nanovllm.models.layers.weights import NamedTargets, ShardedLayer, WeightTarget, make_whole_target
+from nanovllm.models.model_config import find_renaming
+from nanovllm.utils.checks import quote
 
 if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
     from nanovllm.models.decoder import Decoder
 
 
@@ -65,3 +69,33 @@ def find_elsewhere(model: "Decoder") -> tuple[str, ...]:
     """Return prefixes of the names of tensors that other ranks read: a stage of a pipeline has only some layers."""
     elsewhere: tuple[str, ...] = getattr(model, "elsewhere", ())
     return elsewhere
+
+
+def name_canonically(names: Iterable[str], config: "PretrainedConfig | None" = None) -> dict[str, str]:
+    """Return {name: the name that the model knows it by}, by the rule of its family: see `name_like_llama`."""
+    rename = name_like_llama if config is None else find_renaming(config)
+    return rename(list(names), config)
+
+
+def name_like_llama(names: list[str], _: Any = None) -> dict[str, str]:
+    """Return {name: the name that the model knows it by}. A checkpoint without an LM head has no "model." there.
+
+    In a checkpoint that has other parts, such as one for pictures, "language_model." stands before the names as well.
+
+    Raises:
+        ValueError: two names stand for one tensor of the model, so nobody can know which one is meant.
+    """
+    prefix = "" if any(name.startswith("model.") for name in names) else "model."
+    canonical = {name: name if name.startswith("lm_head.") else prefix + name for name in names}
+    canonical = {name: own.replace("model.language_model.", "model.", 1) for name, own in canonical.items()}
+    first: dict[str, str] = {}
+    for name, own in canonical.items():
+        if first.setdefault(own, name) != name:
+            raise ValueError(f"the checkpoint has {own} twice, as {quote(first[own])} and as {quote(name)}: remove one")
+    return canonical
+
+
+def name_some(names: Iterable[str]) -> str:
+    """Return the first five of the names, and how many more there are, for an error message."""
+    names = sorted(names)
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

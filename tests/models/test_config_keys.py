@@ -13,10 +13,11 @@ from helpers.tiny import SMALL, edit_json, save_random
 from transformers import GraniteForCausalLM
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.load import read_generation_config
+from nanovllm.load import read_default_params
 from nanovllm.models import generation_keys
 from nanovllm.models.config_keys import HARMLESS, KNOWN, READ, TRANSLATED, _log_once
 from nanovllm.models.model_config import FAMILIES, Family, load_model_config
+from nanovllm.models.model_folder import ModelFolder
 from nanovllm.models.sizes import Sizes
 
 # ---- configurations as their authors published them
@@ -528,5 +529,5 @@ def test_defaults_that_cannot_be_had_are_refused_by_name_where_a_request_wants_t
 )
 def test_odd_values_do_not_keep_a_model_from_loading(odd: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text(json.dumps(odd))
-    _, _, refused = read_generation_config(tmp_path)
+    _, refused = read_default_params(ModelFolder(tmp_path))
     assert "generation_config.json: " in refused and refused.endswith("take this file's values")

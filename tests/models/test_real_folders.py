@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, Qwen3_5ForConditionalGeneration
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.models import model_folder
 from nanovllm.models.config_sizes import MOST
 from nanovllm.models.model_config import load_model_config
-from nanovllm.models.weight_reader import checkpoint_files
+from nanovllm.models.model_folder import ModelFolder
 
 OPTIONS = SMALL | {"device": "cpu", "attention_backend": "torch"}
 PROMPTS = draw_prompts([3, 20])
@@ -223,14 +225,14 @@ def test_files_beside_model_safetensors_are_not_read(
 @pytest.mark.parametrize("has_index", [True, False])
 def test_of_a_checkpoint_in_shards_its_shards_alone_are_read(has_index: bool, tmp_path: Path) -> None:
     model = save_random(tmp_path, max_shard_size="60KB")
-    shards = checkpoint_files(tmp_path)
+    shards = ModelFolder(tmp_path).files
     assert len(shards) > 2
     add_consolidated(tmp_path)
     add_adapter(tmp_path)
     save_file({"extra": torch.ones(2)}, tmp_path / "extra.safetensors")
     if not has_index:
         (tmp_path / "model.safetensors.index.json").unlink()
-    assert checkpoint_files(tmp_path) == shards
+    assert ModelFolder(tmp_path).files == shards
     assert say(tmp_path) == ask_transformers(model)
 
 
@@ -249,7 +251,7 @@ def test_an_index_may_name_model_safetensors_among_others(tmp_path: Path) -> Non
 def test_shards_of_two_checkpoints_without_an_index_are_refused(tmp_path: Path) -> None:
     save_random(tmp_path, max_shard_size="60KB")
     (tmp_path / "model.safetensors.index.json").unlink()
-    shutil.copy(checkpoint_files(tmp_path)[0], tmp_path / "model-00001-of-00002.safetensors")
+    shutil.copy(ModelFolder(tmp_path).files[0], tmp_path / "model-00001-of-00002.safetensors")
     assert "has shards of several checkpoints, such as model-00001-of-00002.safetensors and" in fail(tmp_path)
 
 
@@ -460,3 +462,40 @@ def test_one_tensor_under_two_names_is_refused(tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ValueError, match=r"model\.embed_tokens\.weight twice"):
         LLM(str(tmp_path), **OPTIONS)
+
+
+# ---- each file once
+
+
+def test_each_file_of_settings_and_each_header_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The index alone is read a second time: it says whether the checkpoint still has the same files."""
+    save_random(tmp_path, max_shard_size="60KB")
+    (tmp_path / "generation_config.json").write_text("{}")
+    (tmp_path / "quantize_config.json").write_text('{"bits": 4, "group_size": 128}')  # a leftover: no tensor has codes
+    read: list[str] = []
+
+    def count(function: Callable[[Path], Any], path: Path) -> Any:
+        read.append(path.name)
+        return function(path)
+
+    for name in ("read_json", "open_tensors"):
+        monkeypatch.setattr(model_folder, name, partial(count, getattr(model_folder, name)))
+    say(tmp_path)
+    shards = [path.name for path in tmp_path.glob("*.safetensors")]
+    index = "model.safetensors.index.json"
+    assert len(shards) > 2
+    assert sorted(read) == sorted(
+        ["config.json", "generation_config.json", "quantize_config.json", index, index, *shards]
+    )
+
+
+def test_who_wakes_up_reads_the_files_that_are_there_now(tmp_path: Path) -> None:
+    save_random(tmp_path, max_shard_size="60KB")
+    with LLM(tmp_path, **OPTIONS) as llm:
+        llm.sleep(level=2)
+        for path in tmp_path.glob("*.safetensors*"):
+            path.unlink()
+        model = save_random(tmp_path, seed=7)
+        llm.wake_up()
+        outputs = llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=8, ignore_eos=True), use_tqdm=False)
+    assert [output["token_ids"] for output in outputs] == ask_transformers(model)

@@ -14,8 +14,7 @@ import nanovllm
 from nanovllm.apps import ported
 from nanovllm.apps.async_llm import AsyncLLM, RequestOutputKind
 from nanovllm.engine.claim import State
-from nanovllm.load import read_generation_config
-from nanovllm.models.weight_reader import checkpoint_files
+from nanovllm.models.model_folder import ModelFolder
 from nanovllm.utils.vllm_names import ACCEPTED, ADVICE, LISTED
 
 
@@ -40,7 +39,7 @@ class LLM(nanovllm.LLM):
     def __init__(self, model: Any, **options: Any) -> None:
         super().__init__(model, **options)
         if not (facts := self.engine.facts).refused_defaults:
-            found = read_generation_config(Path(facts.origin))[0]
+            found = ModelFolder(Path(facts.origin)).generation
             self.engine.facts = replace(facts, default_params=SamplingParams.from_generation_config(found))
 
     llm_engine = cached_property(ported.LLMEngine)
@@ -51,7 +50,7 @@ class LLM(nanovllm.LLM):
     def collective_rpc(self, method: Any, timeout: float | None = None, args: Any = (), **others: Any) -> None:
         """Read the weights of the model's folder, for an LLM with load_format="dummy". No other call is answered."""
         if method == "reload_weights" and not others:
-            for path in checkpoint_files(Path(self.engine.facts.origin)):
+            for path in ModelFolder(Path(self.engine.facts.origin)).files:
                 self.load_weights(load_file(path).items(), finish=False)
             self.load_weights([])
         elif (method, args) != ("update_config", ({"load_config": {"load_format": "auto"}},)):

@@ -24,7 +24,7 @@ from nanovllm.features.adapters.lora import check_files
 from nanovllm.features.renewal import Renewal
 from nanovllm.inputs import LoRARequest
 from nanovllm.models.hub import as_path
-from nanovllm.models.weight_reader import stamp_checkpoint
+from nanovllm.models.model_folder import ModelFolder
 from nanovllm.utils.checks import quote, refuse
 from nanovllm.utils.digests import digest_adapter
 
@@ -80,7 +80,7 @@ class Adapters:
         """The model's folder. ValueError if its files are no longer those that were loaded."""
         facts = self._engine.facts
         assert isinstance(facts.origin, Path)
-        if stamp_checkpoint(facts.origin) != facts.stamps:
+        if ModelFolder(facts.origin).stamps != facts.stamps:
             raise ValueError(
                 f"the checkpoint {quote(str(facts.origin))} has changed since it was loaded, and an adapter must be "
                 "merged into the same weights: make another engine"

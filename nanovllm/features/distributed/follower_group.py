@@ -29,6 +29,7 @@ from nanovllm.features.distributed.collectives import PeerLostError, choose_devi
 from nanovllm.features.distributed.follower_process import FollowerProcess, describe_end
 from nanovllm.features.distributed.ring import make_anonymous_file, make_ring
 from nanovllm.features.distributed.stages import StageSpan
+from nanovllm.models.model_folder import ModelFolder
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -48,7 +49,7 @@ class FollowerGroup:
         self,
         config: ResolvedConfig,
         hf_config: "PretrainedConfig",
-        folder: Path | None,
+        folder: ModelFolder | None,
         abort_collectives: Callable[[], None],
     ) -> None:
         """Start the followers, and return before they have loaded. `raise_failure` raises what fails in one of them.
@@ -257,7 +258,7 @@ class FollowerGroup:
 
 
 def make_start_message(
-    config: ResolvedConfig, hf_config: "PretrainedConfig", folder: Path | None, rank: int
+    config: ResolvedConfig, hf_config: "PretrainedConfig", folder: ModelFolder | None, rank: int
 ) -> dict[str, Any]:
     """Return what a follower must know to load its share of the model: see `worker.follow`."""
     device = str(choose_device(torch.device(config.device), rank))

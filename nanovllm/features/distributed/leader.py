@@ -12,7 +12,6 @@ import weakref
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -31,6 +30,7 @@ from nanovllm.features.distributed.ring import pack_plan
 from nanovllm.features.distributed.stages import StageSpan
 from nanovllm.features.renewal import Command
 from nanovllm.models.layers.parallel import Parallel
+from nanovllm.models.model_folder import ModelFolder
 from nanovllm.runner.kv_memory import make_cache
 from nanovllm.runner.model_runner import LaunchedLayers, ModelRunner
 from nanovllm.runner.sampler import StepEdits
@@ -98,7 +98,7 @@ class LeadingRunner:
         self,
         config: ResolvedConfig,
         hf_config: "PretrainedConfig",
-        folder: Path | None,
+        folder: ModelFolder | None,
         make_runner: Callable[[Parallel, Callable[..., ModelRunner]], ModelRunner],
     ) -> None:
         """Load the model on all ranks.

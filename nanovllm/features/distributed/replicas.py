@@ -30,7 +30,6 @@ from contextlib import suppress
 from dataclasses import replace
 from multiprocessing.connection import wait
 from operator import attrgetter
-from pathlib import Path
 from subprocess import TimeoutExpired
 from typing import Any
 
@@ -43,6 +42,7 @@ from nanovllm.engine.sequence import Sequence
 from nanovllm.features.distributed.follower_group import PATIENCE
 from nanovllm.features.distributed.follower_process import BEAT, describe_end, describe_silence, start_process
 from nanovllm.features.distributed.replica import ABORT, Start
+from nanovllm.models.model_folder import ModelFolder
 from nanovllm.outputs import Output
 from nanovllm.text.tokenizer import Tokenizer
 from nanovllm.utils.checks import refuse
@@ -408,7 +408,7 @@ class ReplicatedEngine(LLMEngine):
 
 
 def load_replicas(
-    asked: EngineConfig, folder: Path | None, facts: ModelFacts, assemble: Callable[..., LLMEngine]
+    asked: EngineConfig, folder: ModelFolder | None, facts: ModelFacts, assemble: Callable[..., LLMEngine]
 ) -> LLMEngine:
     """Start the replicas, and return the engine that deals requests out to them.
 
@@ -430,7 +430,7 @@ def load_replicas(
         lengths = [replica.config.max_model_len for replica in group.replicas if replica.config is not None]
         config = replace(first.config, data_parallel_size=asked.data_parallel_size, speculative_config=None)
         config = replace(config, max_model_len=min(lengths))  # their pools may differ by some blocks
-        tokenizer = Tokenizer.find(folder, config.max_model_len)
+        tokenizer = Tokenizer.find(None if folder is None else folder.path, config.max_model_len)
         engine = assemble(config, facts, tokenizer, group, first.stats["num_blocks"], ReplicatedEngine)
     except BaseException:
         group.close()

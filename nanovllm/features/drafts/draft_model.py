@@ -42,6 +42,7 @@ from nanovllm.engine.sequence import Sequence
 from nanovllm.features.drafts.costs import PlanRunner
 from nanovllm.models.headers import fit_to_checkpoint
 from nanovllm.models.model_config import limit_length, load_model_config
+from nanovllm.models.model_folder import ModelFolder
 from nanovllm.models.sizes import Sizes
 from nanovllm.runner.resolve import resolve
 from nanovllm.text.tokenizer import Tokenizer
@@ -56,11 +57,11 @@ ALIKE = ("dtype", "kv_cache_dtype", "device", "attention_backend", "max_num_seqs
 """The options that a draft model shares with the model, once they are resolved."""
 
 Indices = NDArray[np.intp]
-FindConfig = Callable[[str, str | None, str], tuple[Path | None, str, dict[str, Any]]]
+FindConfig = Callable[[str, str | None, str], tuple[ModelFolder | None, str, dict[str, Any]]]
 
 
 def find_draft(
-    asked: EngineConfig, config: ResolvedConfig, model_folder: Path | None, find_config: FindConfig
+    asked: EngineConfig, config: ResolvedConfig, model_folder: ModelFolder | None, find_config: FindConfig
 ) -> ResolvedConfig:
     """Return the model's configuration with `draft` filled in: all that a rank needs to load the draft model.
 
@@ -103,7 +104,8 @@ def find_draft(
                 f"it is made for {own.max_model_len} tokens, and max_model_len is {config.max_model_len}: set that to "
                 f"at most {own.max_model_len}"
             )
-        check_same_ids(Tokenizer.find(model_folder), Tokenizer.find(folder))
+        paths = [None if found is None else found.path for found in (model_folder, folder)]
+        check_same_ids(*map(Tokenizer.find, paths))
     except ValueError as error:
         raise ValueError(f"speculative_config: model {quote(name)} cannot draft for {config.model}: {error}") from error
     draft = {
@@ -139,11 +141,11 @@ def find_rounding(quantization: str | None) -> str | None:
     return quantization if quantization in MADE_AT_LOAD else None
 
 
-def read_draft(config: ResolvedConfig) -> tuple[ResolvedConfig, "PretrainedConfig", Path | None]:
+def read_draft(config: ResolvedConfig) -> tuple[ResolvedConfig, "PretrainedConfig", ModelFolder | None]:
     """Return what a rank loads the draft model from: its options, its transformers configuration, its folder."""
     draft = config.draft or {}
     own = ResolvedConfig(**draft["config"] | {"device": config.device})
-    folder = None if draft["folder"] is None else Path(draft["folder"])
+    folder = None if draft["folder"] is None else ModelFolder(Path(draft["folder"]))
     return own, load_model_config(draft["hf_config"], own.model), folder
 
 

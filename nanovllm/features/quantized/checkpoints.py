@@ -10,7 +10,7 @@ from torch import Tensor
 from nanovllm.features.quantized.codes import Codes
 from nanovllm.features.quantized.formats import INT8_DYNAMIC, MADE_AT_LOAD, W8A8, Format, RawTensors
 from nanovllm.features.quantized.unpack import AWQ_ORDER, Floats4, ScaledFloats, make_codes, unpack_words
-from nanovllm.models.settings_files import SETTINGS_FILE
+from nanovllm.models.model_folder import SETTINGS_FILE
 from nanovllm.ops.kv_codes import LARGEST_CODE
 from nanovllm.utils.checks import as_integer, quote
 from nanovllm.utils.integers import ceil_div

@@ -1,0 +1,186 @@
+"""A model's folder: what its files say. Each file is read once, when somebody first asks for what it says."""
+
+import logging
+import os
+import re
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from nanovllm.models.hub import QUANTIZATION_CONFIGS
+from nanovllm.models.model_config import is_about_cache_alone, read_json, take_text_config
+from nanovllm.utils.checks import quote
+
+logger = logging.getLogger(__name__)
+
+WHOLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.safetensors")
+
+FOREIGN = re.compile(r"consolidated|adapter_model|optimizer|training")
+"""The beginning of names of files that are no checkpoint for transformers: consolidated.safetensors has Mistral's own
+names of tensors, and the others come from training."""
+
+CODES = ("qweight", "weight_packed", "weight_scale", "weight_scale_inv")
+"""The ends of names of tensors of which each shows that a checkpoint has quantised matrices."""
+
+SETTINGS_FILE = "settings_file"
+"""The key of a quantization_config that names the file which it comes from, if that is not config.json."""
+
+
+class ModelFolder:
+    """The files of a folder in which a model was saved.
+
+    Every property raises a ValueError that names a file which cannot be read. Ranks get the object with what it has
+    read. `refresh` returns another one if files of the checkpoint have changed since.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    @property
+    def source(self) -> str:
+        """The path of config.json, for messages."""
+        return str(self.path / "config.json")
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """What config.json says of the decoder of text, with the quantization_config that another file may have."""
+        data = take_text_config(read_json(self.path / "config.json"))
+        settings = self.find_settings()
+        is_settled = data.get("quantization_config") or data.get("compression_config")
+        if settings is None or is_settled or is_about_cache_alone(settings):
+            return data
+        # Such a file is no more than a leftover if no weights are quantised. An estimate may have no weights.
+        if any(self.path.glob("*.safetensors")) and not any(name.endswith(CODES) for name in self.places):
+            logger.info("%s of %s is not read: no tensor is quantised", settings[SETTINGS_FILE], self)
+            return data
+        return data | {"quantization_config": settings}
+
+    def find_settings(self) -> dict[str, Any] | None:
+        """Return the settings of quantisation that older tools keep beside config.json, in the form that they have
+        there; None if there is no such file."""
+        name = next((name for name in QUANTIZATION_CONFIGS if (self.path / name).is_file()), None)
+        if name is None:
+            return None
+        data = read_json(self.path / name)
+        if name == "hf_quant_config.json":  # of NVIDIA's ModelOpt
+            method = "modelopt"
+            data = data["quantization"] if isinstance(data.get("quantization"), dict) else data
+        else:
+            method = "awq" if name == "quant_config.json" or "w_bit" in data else "gptq"
+        return {"quant_method": method, **data, SETTINGS_FILE: name}
+
+    @cached_property
+    def generation(self) -> dict[str, Any]:
+        """What generation_config.json says; {} if there is no such file."""
+        path = self.path / "generation_config.json"
+        return read_json(path) if path.is_file() else {}
+
+    @cached_property
+    def index(self) -> set[str]:
+        """The names of the files that the index of shards names; empty if there is no index."""
+        index = self.path / INDEX
+        if not os.path.lexists(index):
+            return set()
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise ValueError(f"{index} has no weight_map")
+        names = set(map(str, weight_map.values()))
+        if strange := sorted(name for name in names if not re.fullmatch(r"[\w.-]{1,238}\.safetensors", name)):
+            raise ValueError(
+                f"{index} names {quote(strange[0])}; shards must be files of its own folder, and end in .safetensors"
+            )
+        return names
+
+    @cached_property
+    def files(self) -> list[Path]:
+        """The safetensors files of the checkpoint.
+
+        If there is a model.safetensors, it is the checkpoint, as for transformers, unless an index names it among
+        others. Else the index names the files. Without an index they are all shards, or all files but those of
+        `FOREIGN`. It is a ValueError if there is none, or if one that the index or a shard's name tells of is missing.
+        """
+        names = self.index
+        if os.path.lexists(self.path / WHOLE) and WHOLE not in names:
+            names = {WHOLE}
+        missing = sorted(name for name in names if not os.path.lexists(self.path / name))
+        if missing:
+            raise ValueError(f"{self} lacks {len(missing)} of {len(names)} shards: {', '.join(missing[:5])}")
+        files = [self.path / name for name in sorted(names or find_shards(self.path))]
+        if not files:
+            others = [p.name for pattern in ("*.bin", "*.pt", "*.gguf") for p in self.path.glob(pattern)]
+            instead = f" (only {', '.join(sorted(others)[:3])}: convert it to safetensors)" if others else ""
+            raise ValueError(f"{self} has no safetensors files{instead}")
+        for path in files:
+            check_is_file(path)
+        return files
+
+    @cached_property
+    def places(self) -> dict[str, Path]:
+        """{name of a tensor: its file}. It is a ValueError if two files have the same name."""
+        found: dict[str, Path] = {}
+        for path in self.files:
+            with open_tensors(path) as file:
+                names = file.keys()
+            if double := found.keys() & set(names):
+                raise ValueError(f"{path}: tensor {min(double)} is in another file too")
+            found |= dict.fromkeys(names, path)
+        return found
+
+    @cached_property
+    def stamps(self) -> tuple[tuple[Path, int, int, int], ...]:
+        """(path, bytes, time of the last change, inode) of each file of the checkpoint: other files, other stamps."""
+        facts = [(path.absolute(), path.stat()) for path in self.files]
+        return tuple((path, fact.st_size, fact.st_mtime_ns, fact.st_ino) for path, fact in facts)
+
+    def refresh(self) -> "ModelFolder":
+        """Return this object, or one that has read nothing if the checkpoint has other files now."""
+        now = ModelFolder(self.path)
+        return self if now.stamps == self.stamps else now
+
+
+def find_shards(folder: Path) -> list[str]:
+    """Return the names of the files to read in a folder without an index and without model.safetensors.
+
+    Raises:
+        ValueError: the folder has shards of two checkpoints.
+    """
+    files = [path.name for path in folder.glob("*.safetensors")]
+    own = [name for name in files if not FOREIGN.match(name)]
+    shards = {name: match.group(1, 3) for name in own if (match := SHARD.fullmatch(name)) is not None}
+    if len(set(shards.values())) > 1:
+        raise ValueError(
+            f"{folder} has shards of several checkpoints, such as {min(shards)} and {max(shards)}, and no "
+            "model.safetensors.index.json that chooses: delete the others"
+        )
+    return list(shards) or own or files
+
+
+def check_is_file(path: Path) -> None:
+    """Raise a ValueError unless a path leads to a file: a symbolic link may lead nowhere, or round in a circle."""
+    try:
+        is_file = stat.S_ISREG(path.stat().st_mode)
+    except OSError as error:
+        link = f", a symbolic link to {quote(str(path.readlink()))}," if path.is_symlink() else ""
+        raise ValueError(f"{path}{link} cannot be read: {error.strerror}") from error
+    if not is_file:
+        raise ValueError(f"{path} is not a file")
+
+
+@contextmanager
+def open_tensors(path: Path) -> Iterator[Any]:
+    """Open a file of tensors; raises a ValueError if it cannot be read."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
