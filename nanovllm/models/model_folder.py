@@ -53,7 +53,7 @@ class ModelFolder:
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """What config.json says of the decoder of text, with the quantization_config that another file may have."""
+        """The part of config.json for the decoder of text, with the quantization_config that another file may have."""
         data = take_text_config(read_json(self.path / "config.json"))
         settings = self.find_settings()
         is_settled = data.get("quantization_config") or data.get("compression_config")
@@ -81,7 +81,7 @@ class ModelFolder:
 
     @cached_property
     def generation(self) -> dict[str, Any]:
-        """What generation_config.json says; {} if there is no such file."""
+        """The content of generation_config.json; {} if there is no such file."""
         path = self.path / "generation_config.json"
         return read_json(path) if path.is_file() else {}
 

@@ -25,7 +25,7 @@ from nanovllm.sampling_params import KINDS, GuidedDecodingParams
 from nanovllm.utils import vllm_names
 from nanovllm.utils.foreign_names import translate_names
 from nanovllm.utils.vllm_names import ACCEPTED, ADVICE, GUIDED
-from scripts.count_lines import find_imports, find_modules
+from scripts.check_code import find_imports, find_modules
 
 OPTIONS = ACCEPTED["LLM"]
 SAMPLING = ACCEPTED["SamplingParams"]

@@ -22,7 +22,7 @@ from nanovllm.apps import cli
 from nanovllm.apps.standin.environment import VARIABLE, VERSION
 from nanovllm.apps.standin.finders import FINDER, MODULES
 from nanovllm.apps.standin.llm import NAMES, UNCALLED
-from scripts.count_lines import python_lines
+from scripts.check_code import python_lines
 from scripts.run_examples import replace_models, run_example
 
 OPTIONS: dict[str, Any] = {"dtype": "float32", "device": "cpu", "max_model_len": 96, "max_num_seqs": 8}

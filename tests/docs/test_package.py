@@ -18,8 +18,16 @@ import torch
 from helpers.paths import ROOT
 
 from nanovllm.backends import find_backend
-from scripts.count_lines import find_modules, find_spine
-from scripts.rings import APPLICATIONS, DEVICES, FAMILIES, FEATURES, find_place, find_ring
+from scripts.check_code import (
+    APPLICATIONS,
+    DEVICES,
+    FAMILIES,
+    FEATURES,
+    find_modules,
+    find_place,
+    find_ring,
+    find_spine,
+)
 
 CPU = torch.device("cpu")
 HEAVY = ("torch", "triton", "flash_attn", "transformers", "numpy", "tokenizers", "huggingface_hub")

@@ -11,8 +11,15 @@ from pathlib import Path
 import pytest
 from helpers.paths import ROOT
 
-from scripts.count_lines import PACKAGE
-from scripts.rings import EXCEPTIONS, RINGS, find_arrows, find_largest_circle, find_outward_arrows, write_table
+from scripts.check_code import (
+    EXCEPTIONS,
+    PACKAGE,
+    RINGS,
+    find_arrows,
+    find_largest_circle,
+    find_outward_arrows,
+    write_table,
+)
 
 
 def test_every_import_points_inwards_also_late_ones_and_those_for_types() -> None:

@@ -5,8 +5,15 @@ import re
 import pytest
 from helpers.paths import ROOT
 
-from scripts.check_style import FOLDERS, find_habits, python_files
-from scripts.count_lines import count_places, find_imports, find_modules, python_lines
+from scripts.check_code import (
+    FOLDERS,
+    count_places,
+    find_habits,
+    find_imports,
+    find_modules,
+    python_files,
+    python_lines,
+)
 
 FINE = """
 rows, ends = plan(batch)
@@ -69,7 +76,7 @@ def test_no_test_file_imports_from_another() -> None:
         assert not re.search(r"^\s*(from|import) test_", path.read_text(), re.MULTILINE), path.name
 
 
-def test_the_figures_of_the_comparison_are_those_of_count_lines() -> None:
+def test_the_figures_of_the_comparison_are_those_of_check_code() -> None:
     """Quoted figures are rounded, so they are right to one percent."""
     page = (ROOT / "docs" / "compare.md").read_text()
     (row,) = re.findall(r"^\| lines of Python code \|[^|]*\|([^|]*)\|", page, re.MULTILINE)
