@@ -6,7 +6,7 @@ from collections.abc import Sequence as Seq
 
 import xxhash
 
-from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.sequence import Content, Sequence
 from nanovllm.utils.integers import ceil_div
 
 
@@ -16,6 +16,23 @@ def prefix_digest(parent: bytes, tokens: bytes) -> bytes:
     The parent of a block is the block before it in the sequence. A sequence's first block has `BlockManager.root`.
     """
     return xxhash.xxh3_128_digest(parent + tokens)
+
+
+def are_equal(one: Content | None, other: Content | None) -> bool:
+    """Return whether two contents have the same tokens, and so have all their parents.
+
+    `==` would compare the parents by recursion, and would fail for a long prefix.
+    """
+    while one is not other:
+        if one is None or other is None:
+            return False
+        digest, parent, tokens = one
+        other_digest, other_parent, other_tokens = other
+        if digest != other_digest or tokens != other_tokens:
+            return False
+        one = parent
+        other = other_parent
+    return True
 
 
 class BlockManager:
@@ -38,17 +55,16 @@ class BlockManager:
     time; a deque would need O(n).
 
     `_findable[digest]` is the one block that can be found by that digest. `_content[block]` is this block's digest, its
-    parent's digest and its token ids; None for a block that cannot be found. A hit must agree on all three. So two
-    blocks with equal digests are not taken for each other. Both entries, in `_findable` and in `_content`, are removed
-    when the block is given out again or forgotten.
+    parent's content and its token ids; None for a block that cannot be found. Both entries, in `_findable` and in
+    `_content`, are removed when the block is given out again or forgotten.
 
-    One case is left, because a block knows the tokens before it only by its parent's digest:
+    A content names its parent's content, and so all tokens up to the block's end. A hit must agree on all of them. So
+    two blocks with equal digests are not taken for each other, nor are two blocks whose parents have equal digests,
+    whichever parent was evicted and whichever was registered in its place.
 
-        P -> B    a sequence has computed these blocks; B's content names P by its digest of 128 bits
-             B    P was evicted, B was not
-        X    B    X, which has other tokens and by chance the same digest, was registered in P's place
-
-    Then a sequence that begins with X could find B.
+    To agree takes O(1) time, because a sequence takes over each content that it finds: the parents of two equal
+    contents are one object. They are two objects only if the parent was evicted before its child, and computed anew.
+    Then `are_equal` goes on to the parents' parents, up to the first that are one object.
     """
 
     _digest = staticmethod(prefix_digest)
@@ -66,7 +82,7 @@ class BlockManager:
         self._blank = list(range(num_blocks - 1, -1, -1))
         self._evictable: OrderedDict[int, None] = OrderedDict()
         self._findable: dict[bytes, int] = {}
-        self._content: list[tuple[bytes, bytes, bytes] | None] = [None] * num_blocks
+        self._content: list[Content | None] = [None] * num_blocks
         self.on_change: Callable[[str, Iterable[int]], None] = lambda verb, blocks: None
         """Called for each change: the verb "reference", "take", "release", "register" or "forget", and the blocks. A
         block that is taken is forgotten, too, without a call for that."""
@@ -92,15 +108,14 @@ class BlockManager:
         `Sequence.max_cached_tokens` tokens, so at least one token is always left to compute. The KV of this token goes
         into a block of the sequence's own. So a sequence never writes into a block that it found.
 
-        The search begins with the first block, and compares the token ids of each block.
+        The search begins with the first block, and compares the content of each block.
         """
         hits: list[int] = []
         if not self.enable_prefix_caching:
             return hits
         for index in range(seq.max_cached_tokens // self.block_size):
-            content = self._content_of(seq, index)
-            block = self._findable.get(content[0])
-            if block is None or self._content[block] != content:
+            block = self._find(seq, index)
+            if block is None:
                 break
             hits.append(block)
         return hits
@@ -163,14 +178,16 @@ class BlockManager:
         other content has the same digest. Then no later block of the sequence may be registered, because its parent
         could not be found.
         """
-        content = self._content_of(seq, index)
-        holder = self._findable.get(content[0])
-        if holder is not None:
-            return self._content[holder] == content
+        if self._find(seq, index) is not None:
+            return True
+        content = seq.contents[index]
+        digest = content[0]
+        if digest in self._findable:
+            return False
         block = seq.block_table[index]
         if self._content[block] is not None:
             raise RuntimeError(f"block {block} registered twice")
-        self._findable[content[0]] = block
+        self._findable[digest] = block
         self._content[block] = content
         self.on_change("register", [block])
         return True
@@ -180,7 +197,7 @@ class BlockManager:
 
         The blocks are looked up by digest. So one of them may be a block that another sequence registered.
         """
-        blocks = [self._findable[digest] for digest in seq.digests if digest in self._findable]
+        blocks = [self._findable[digest] for digest, _, _ in seq.contents if digest in self._findable]
         self.on_change("forget", blocks)
         for block in blocks:
             self._forget(block)
@@ -200,16 +217,30 @@ class BlockManager:
         self._findable.clear()
         self._content = [None] * self.num_blocks
 
-    def _content_of(self, seq: Sequence, index: int) -> tuple[bytes, bytes, bytes]:
-        """Return (digest, parent's digest, token ids) of a full block of the sequence."""
-        size = self.block_size
-        digests = seq.digests  # the sequence keeps them, so that no block is hashed twice
-        while len(digests) <= index:
-            start = len(digests) * size
-            parent = digests[-1] if digests else self.root
-            digests.append(self._digest(parent, seq.token_ids[start : start + size].tobytes()))
-        tokens = seq.token_ids[index * size : (index + 1) * size].tobytes()
-        return digests[index], digests[index - 1] if index else self.root, tokens
+    def _find(self, seq: Sequence, index: int) -> int | None:
+        """Return the block that can be found by the content of the sequence's block `index`; None if there is none.
+
+        The sequence's blocks are looked for in order. If a block is found, `seq.contents[index]` becomes its content.
+        """
+        contents = seq.contents  # the sequence keeps them, so that no block is hashed twice
+        if index == len(contents):
+            start = index * self.block_size
+            tokens = seq.token_ids[start : start + self.block_size].tobytes()
+            parent = contents[-1] if contents else (self.root, None, b"")
+            contents.append((self._digest(parent[0], tokens), parent, tokens))
+        content = contents[index]
+        block = self._findable.get(content[0])
+        if block is None:
+            return None
+        found = self._content[block]
+        if found is not content:
+            if found is None or not are_equal(found, content):
+                return None
+            contents[index] = found
+            if index + 1 < len(contents):
+                digest, _, tokens = contents[index + 1]
+                contents[index + 1] = (digest, found, tokens)
+        return block
 
     def _forget(self, block: int) -> None:
         content = self._content[block]

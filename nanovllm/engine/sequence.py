@@ -5,7 +5,7 @@ import time
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import xxhash
@@ -18,6 +18,11 @@ from nanovllm.text.stop_strings import StopStringMatcher
 MASK_64 = 2**64 - 1
 NO_ROW = -1
 """Stands for the row of a sequence that has no row. numpy reads index -1 as the last element."""
+
+Content: TypeAlias = tuple[bytes, "Content | None", bytes]
+"""Names a full block: its digest, its parent's content and its token ids. The parent of a block is the block before it
+in the sequence. The parent of a first block has no tokens and no parent. A class would cost 0.3 us more for each block.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,9 +184,8 @@ class Sequence:
         """The sequence's row in the device's tables; NO_ROW while it is not resident. Only `RowTable` sets it."""
         self.block_table: list[int] = []
         """The sequence's blocks in order, while it is resident. Only `BlockTables` changes this list."""
-        self.digests: list[bytes] = []
-        """The hash of each full block that was hashed so far, in order: see `prefix_digest` in block_manager.py. They
-        are kept, so that no block is hashed twice."""
+        self.contents: list[Content] = []
+        """The content of each full block that was hashed so far, in order. Only `BlockManager` changes this list."""
         self.drafting: Any = None
         """Only drafts/ reads and writes this."""
         self.num_in_flight = 0

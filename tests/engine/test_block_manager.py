@@ -4,7 +4,7 @@ import random
 
 import pytest
 from helpers.fakes import three_bit_digest
-from helpers.integrity import check_blocks
+from helpers.integrity import check_blocks, check_contents
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -58,10 +58,7 @@ def test_any_order_of_holding_and_releasing_keeps_every_block_in_one_place(seed,
         seq = hold(manager, [rng.randrange(2) for _ in range(rng.randrange(1, 3 * block_size + 2))])
         if seq is not None:
             held.append(seq)
-            contents = [manager._content[block] for block in seq.block_table]
-            for index, content in enumerate(contents):
-                if content is not None:  # whatever is shared holds this very prefix
-                    assert content == manager._content_of(seq, index)
+            check_contents(manager, seq)
     for seq in held:
         let_go(manager, seq)
     assert manager.num_free == num_blocks
@@ -124,6 +121,47 @@ def test_a_digest_held_by_other_content_ends_registration():
     second.block_table = manager.take(2)
     assert not manager.register(second, 0)
     assert manager.find_prefix(make_seq([3, 4])) == []
+
+
+def hold_apart(manager, tokens):
+    """Admit a sequence that computes all of its blocks, as one that is scored does, and make them findable."""
+    seq = make_seq(tokens)
+    seq.block_table = manager.take(len(tokens))
+    for index in range(len(tokens)):
+        assert manager.register(seq, index)
+    return seq
+
+
+def evict_all(manager):
+    """Give out every block that no sequence has, and take it back empty."""
+    manager.release(manager.take(manager.num_free))
+
+
+def test_a_child_is_found_after_its_own_parent_and_not_after_another_with_the_parents_digest():
+    manager = BlockManager(8, 1)
+    manager._digest = lambda parent, tokens: bytes([len(parent)]) + tokens[1:]  # 1 and 2 have the same digest
+    parent = hold(manager, [1])
+    child = hold_apart(manager, [1, 5])
+    let_go(manager, parent)
+    evict_all(manager)
+    other = hold(manager, [2])
+    assert manager.find_prefix(make_seq([2, 5, 0])) == other.block_table
+    assert manager.find_prefix(make_seq([1, 5, 0])) == []
+    let_go(manager, other)
+    evict_all(manager)
+    parent = hold(manager, [1])
+    assert manager.find_prefix(make_seq([1, 5, 0])) == [*parent.block_table, child.block_table[1]]
+
+
+def test_a_long_prefix_that_was_evicted_and_computed_anew_is_found_with_the_child_that_stayed():
+    prefix = list(range(3000))
+    manager = BlockManager(2 * len(prefix) + 2, 1)
+    first = hold(manager, prefix)
+    child = hold_apart(manager, [*prefix, 5])
+    let_go(manager, first)
+    evict_all(manager)
+    anew = hold(manager, prefix)
+    assert manager.find_prefix(make_seq([*prefix, 5, 0])) == [*anew.block_table, child.block_table[-1]]
 
 
 def test_forgetting_all_leaves_the_blocks_and_no_content():

@@ -9,19 +9,41 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
-from helpers.fakes import VOCAB, expected_scores, expected_tokens, found_scores, make_engine
+from helpers.fakes import VOCAB, expected_scores, expected_tokens, found_scores, make_engine, three_bit_digest
 from helpers.integrity import check_scheduler
 from helpers.traces import run_trace, traces
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 
 from nanovllm.engine.plan import LAST_TOKEN, StepPlan
 from nanovllm.features.distributed.ring import HEADER, pack_plan, unpack_plan
 from nanovllm.sampling_params import SamplingParams
 
 
+def make_collision():
+    """A trace at whose end a block's parent was evicted, and another block with the parent's digest has its place."""
+    config = {
+        "block_size": 2,
+        "max_model_len": 8,
+        "num_blocks": 6,
+        "max_num_seqs": 2,
+        "max_num_batched_tokens": 3,
+        "caching": True,
+        "digest": three_bit_digest,
+        "eos": frozenset(),
+    }
+    requests = [
+        ([0, 1], SamplingParams(max_tokens=1, seed=0, prompt_logprobs=0), None, 0, None),
+        ([11, 1], SamplingParams(max_tokens=6, seed=2), None, 8, None),
+        ([0], SamplingParams(max_tokens=7, seed=1), None, 7, None),
+        ([0], SamplingParams(max_tokens=4, seed=0), None, 0, None),
+    ]
+    return config, requests
+
+
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @settings(max_examples=300, deadline=None)
 @given(trace=traces())
+@example(trace=make_collision())
 def test_every_request_gets_its_own_tokens_and_everything_is_freed(depth, trace):
     config, requests = trace
     seqs, engine = run_trace(config, requests, depth)
