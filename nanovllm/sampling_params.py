@@ -158,7 +158,8 @@ class SamplingParams:
         min_p: keep tokens at least min_p times as likely as the most likely one; in [0, 1].
         stop: a string or strings that end the output. The text ends before the match, which may span several tokens.
             Of several strings the one that is complete first counts; of those that end together, the first of the list.
-            A match may have special tokens, such as "<|im_end|>", also where they are left out of the text.
+            A match may have special tokens, such as "<|im_end|>", also where they are left out of the text. It may
+            begin or end inside a further one.
         stop_token_ids: further token ids that end the output.
         seed: makes the request repeatable whatever else runs beside it; taken modulo 2**64. None takes a hash of the
             engine's seed and the request's number. The engine counts its requests on from call to call, so a second

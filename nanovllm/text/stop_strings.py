@@ -51,12 +51,15 @@ class TextDecoder:
         """The text so far."""
         self.num_before = 0
         """So many characters did `text` have before the last token."""
+        self.num_known = 0
+        """So many characters has `text`, those of tokens in `_new` included."""
 
     def feed(self, token_id: int) -> None:
         """Add the next token."""
         self.num_before = len(self.text)
         self._new.append(token_id)
         piece = self.read_rest()
+        self.num_known = self.num_before + len(piece)
         num_ready = len(self._new)
         if not piece or piece.endswith(REPLACEMENT):
             if num_ready < MOST_WAITING:
@@ -80,7 +83,8 @@ class StopStringMatcher:
     """Decodes one sequence token by token, and finds the first stop string in its text. It may span several tokens.
 
     A stop string may have the text of special tokens, which is not in the request's text if the request skips special
-    tokens. Such a stop string is also looked for in a second text, in which special tokens are not skipped.
+    tokens. Such a stop string is also looked for in a second text, in which special tokens are not skipped. The place
+    where it begins there is then mapped to the request's text, token by token.
     """
 
     def __init__(
@@ -99,13 +103,15 @@ class StopStringMatcher:
         self.decoder = TextDecoder(backend, params.skip_special_tokens, context)
         self._full_decoder: TextDecoder | None = None
         """Decodes special tokens, too. None if no stop string needs it."""
-        self._stop: list[tuple[str, str, TextDecoder]] = []
-        """Each stop string, the part of it that the request's text has, and the decoder in whose text it is found."""
+        self._lengths = [(0, 0)]
+        """`num_known` of the full decoder and of the request's own, before the first token and after each one."""
+        self._stop: list[tuple[str, TextDecoder]] = []
+        """Each stop string, and the decoder in whose text it is found."""
         for stop in params.stop or ():
-            self._stop.append((stop, stop, self.decoder))
+            self._stop.append((stop, self.decoder))
             if special_tokens is not None and params.skip_special_tokens and special_tokens.search(stop):
                 self._full_decoder = self._full_decoder or TextDecoder(backend, False, context)
-                self._stop.append((stop, special_tokens.sub("", stop), self._full_decoder))
+                self._stop.append((stop, self._full_decoder))
         self._num_free = params.min_tokens  # the next so many tokens cannot end the sequence
         self._is_included = params.include_stop_str_in_output
         self.text = ""
@@ -120,21 +126,36 @@ class StopStringMatcher:
         self.text = self.decoder.text
         if self._full_decoder is not None:
             self._full_decoder.feed(token_id)
+            self._lengths.append((self._full_decoder.num_known, self.decoder.num_known))
         if self._num_free >= 0:
             return False
         found = []
-        for stop, visible, decoder in self._stop:
+        for stop, decoder in self._stop:
             at = decoder.text.find(stop, max(0, decoder.num_before - len(stop) + 1))
             if at >= 0:
                 num_after = len(decoder.text) - at - len(stop)
-                found.append((num_after, stop, visible, decoder))
+                found.append((num_after, at, stop, decoder))
         if not found:
             return False
         # Of several, the one that is complete first counts, wherever tokens meet. max() keeps the order of equal ones.
-        num_after, self.found, visible, decoder = max(found, key=itemgetter(0))
+        _, at, self.found, decoder = max(found, key=itemgetter(0))
         if decoder is not self.decoder:
             self.text += self.decoder.read_rest()
-        self.text = self.text[: max(0, len(self.text) - num_after - len(visible))]
+            at = self._count_visible(at)
+        self.text = self.text[:at]
         if self._is_included:
             self.text += self.found
         return True
+
+    def _count_visible(self, at: int) -> int:
+        """Return how many characters of the full text before index `at` are in the request's text, too.
+
+        If the index is within a special token, these are the characters before that token.
+        """
+        i = len(self._lengths) - 1
+        while self._lengths[i - 1][0] > at:
+            i -= 1
+        # Token i - 1 has the character at the index. If it is a special token, the visible text has no part of it.
+        num_full, num_visible = self._lengths[i]
+        num_visible_before = self._lengths[i - 1][1]
+        return max(num_visible_before, num_visible - (num_full - at))

@@ -1,6 +1,7 @@
 """Outputs: text, tokens, reasons and order, for prompts in every form that is taken."""
 
 import copy
+import itertools
 import json
 import os
 import pickle
@@ -9,8 +10,9 @@ import shutil
 import subprocess
 import sys
 import time
+from array import array
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +26,20 @@ from tokenizers import Tokenizer, decoders, models
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from nanovllm import LLM, Completion, Output, SamplingParams
+from nanovllm.engine.output import read_text
+from nanovllm.engine.sequence import Request, Sequence
 from nanovllm.features.conversations import render_conversations
+from nanovllm.features.streaming import Pieces
 from nanovllm.text.stop_strings import StopStringMatcher
 from nanovllm.text.tokenizer import Tokenizer as ModelTokenizer
 from nanovllm.utils.progress import ProgressBar
 
 OPTIONS = SMALL | {"max_model_len": 64, "num_kvcache_blocks": 32}
 ID = make_tokenizer().token_to_id
+RECITER = cache(ModelTokenizer)
+SPECIAL = (NOTE, TURN)
+TOKENS = {part: make_tokenizer().encode(part).ids for part in [*"ab<|>ne", "xyz", "é", "☃", *SPECIAL]}
+"""{text: its tokens}: those of a character of several bytes, and of a special token."""
 BYTES = bytes_to_unicode()
 """{byte: the token of that byte}."""
 A_TO_Z = [ID(token) for token in [*"bcdefghijklm", "Ã", "©", *"nopqrstuvw", "xyz"]]
@@ -158,6 +167,72 @@ def test_a_stop_string_may_have_special_tokens_also_where_eos_is_ignored(
         params.include_stop_str_in_output = True
         (ended,) = llm.generate(prompt, params, use_tqdm=False)
         assert ended.text == output.text + (output.stop_reason or "")
+
+
+def search_plainly(parts: list[str], stops: list[str], min_tokens: int) -> tuple[str, str, int] | None:
+    """Find the first stop string by a search in the decoded text, one token after another.
+
+    Args:
+        parts: the text that each token adds. A special token adds nothing to the visible text.
+
+    Returns:
+        The visible text before it, the stop string, and the number of tokens with which it is complete; None without.
+    """
+    characters = [(number, character) for number, part in enumerate(parts, 1) for character in part]
+    visible = [(number, character) for number, character in characters if parts[number - 1] not in SPECIAL]
+    found = []
+    for rank, stop in enumerate(stops):
+        for text in [visible, characters] if any(part in stop for part in SPECIAL) else [visible]:
+            for start in range(len(text) - len(stop) + 1):
+                end = start + len(stop)
+                count = text[end - 1][0]
+                if "".join(character for _, character in text[start:end]) == stop and count > min_tokens:
+                    num_after = sum(number == count for number, _ in text[end:])
+                    before = "".join(character for number, character in text[:start] if (number, character) in visible)
+                    found.append((count, -num_after, rank, before, stop))
+    if not found:
+        return None
+    count, _, _, before, stop = min(found)
+    return before, stop, count
+
+
+@given(
+    parts=st.lists(st.sampled_from(list(TOKENS)), min_size=1, max_size=12),
+    cuts=st.lists(st.tuples(st.integers(0, 40), st.integers(1, 18)), min_size=1, max_size=3),
+    min_tokens=st.sampled_from([0, 0, 0, 3]),
+    is_included=st.booleans(),
+    sizes=st.lists(st.integers(1, 4), min_size=1, max_size=3),
+)
+@settings(deadline=None, max_examples=200)
+def test_a_stop_string_with_special_tokens_is_where_a_plain_search_finds_it(
+    parts: list[str], cuts: list[tuple[int, int]], min_tokens: int, is_included: bool, sizes: list[int], reciter: Path
+) -> None:
+    """It may begin or end inside a special token's text, and tokens may come in steps of any sizes."""
+    tokenizer = RECITER(reciter)
+    full = "".join(parts)
+    stops = [full[at % len(full) :][:length] for at, length in cuts]
+    token_ids = [token_id for part in parts for token_id in TOKENS[part]]
+    texts = [text for part in parts for text in [*[""] * (len(TOKENS[part]) - 1), part]]
+    params = SamplingParams(stop=stops, min_tokens=min_tokens, include_stop_str_in_output=is_included, max_tokens=99)
+    prompt = [ID("x")]
+    seq = Sequence(0, prompt, params, max_model_len=999, stop_matcher=tokenizer.stop_matcher(params, prompt))
+    pieces = Pieces(Request(array("i", prompt), params, None, None, None), tokenizer)
+    streamed = ""
+    step_sizes = itertools.cycle(sizes)
+    while token_ids and seq.finish_reason is None:
+        new = token_ids[: next(step_sizes)]
+        del token_ids[: len(new)]
+        seq.token_ids.extend(new)
+        seq.check_end(len(new))
+        streamed += pieces.read(seq)
+    found = search_plainly(texts, stops, min_tokens)
+    if found is None:
+        assert seq.finish_reason is None
+        assert read_text(seq, tokenizer) == "".join(part for part in parts if part not in SPECIAL)
+    else:
+        text, stop, count = found
+        assert (seq.stop_reason, len(seq.output_token_ids)) == (stop, count)
+        assert read_text(seq, tokenizer) == streamed == text + (stop if is_included else "")
 
 
 @pytest.mark.parametrize("is_included", [False, True])
