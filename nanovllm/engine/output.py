@@ -39,7 +39,7 @@ def _make_single(seq: Sequence, tokenizer: Tokenizer | None, parse: ParseOutput 
         token_ids=seq.output_token_ids,
         finish_reason=seq.finish_reason,
         stop_reason=seq.stop_reason,
-        prompt=seq.prompt,
+        prompt=None if seq.prompt is None else str(seq.prompt),  # not a `ChatPrompt`
         prompt_token_ids=seq.prompt_token_ids,
         num_cached_tokens=seq.num_cached_tokens or 0,
     )

@@ -174,7 +174,7 @@ class Sequence:
         self.stop_matcher = stop_matcher
         self.edits = edits
         """The edits of the sequence's logits; None if the request asks for no edits."""
-        self.grammar = edits.new_matcher(self.token_ids) if edits is not None else None
+        self.grammar = edits.new_matcher(self.token_ids, prompt) if edits is not None else None
         """Checks the output against the request's grammar; None if there is no grammar."""
         self.lead = lead
         """The first completion of the same request. In the first completion this is None."""

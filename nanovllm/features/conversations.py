@@ -6,7 +6,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from nanovllm.text.prompts import Message, name_errors
+from nanovllm.text.prompts import ChatPrompt, Message, name_errors
 from nanovllm.text.tokenizer import Tokenizer, explain_no_tokenizer
 from nanovllm.utils.checks import as_choice, quote
 
@@ -35,7 +35,7 @@ def render_conversations(
     tokenizer: Tokenizer | None,
     options: Mapping[str, Any],
     origin: Path | str = "",
-) -> list[str]:
+) -> list[ChatPrompt]:
     """Write each conversation as the text of a prompt, through the model's chat template.
 
     Args:
@@ -81,13 +81,29 @@ class ChatTemplate:
         # The options count, too: one of them may decide which form the template takes.
         self._forms = tokenizer.find_forms(template, key)
 
-    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+    def render(self, messages: Sequence[Mapping[str, Any]]) -> ChatPrompt:
         """Write a conversation as text. Unless the options say otherwise, it ends with the opening of an answer."""
         roles = {message["role"] for message in messages if message.get("content") is not None}
         forms = {role: self._find_form(role, messages) for role in roles}
         shaped = [shape_message(message, forms.get(message["role"], ContentForm.TEXT)) for message in messages]
         text: str = self._tokenizer.apply_chat_template(shaped, tokenize=False, **self._options)
-        return text
+        return ChatPrompt(text, self._find_opening(text, shaped))
+
+    def _find_opening(self, text: str, messages: Sequence[Mapping[str, Any]]) -> str | None:
+        """Return the end of a prompt that was written for the answer; None if the template does not tell.
+
+        If the answer goes on with the last message, this is that message.
+        """
+        if self._options.get("continue_final_message"):
+            before = self._try(messages[:-1]) if len(messages) > 1 else ""
+        elif self._options["add_generation_prompt"]:
+            before = self._try(messages)
+        else:
+            is_ignored = self._try(messages, add_generation_prompt=True) == text
+            return None if is_ignored else ""
+        if before is None or before == text or not text.startswith(before):
+            return None
+        return text[len(before) :]
 
     def _find_form(self, role: str, messages: Sequence[Mapping[str, Any]]) -> ContentForm:
         """Find out in which form the template takes the contents of a role in this conversation.
@@ -153,10 +169,15 @@ class ChatTemplate:
         texts = [shape_message(message, ContentForm.TEXT) for message in messages]
         return self._try(texts) is not None and self._try(replace_contents(texts, role, 0)) is None
 
-    def _try(self, messages: Sequence[Mapping[str, Any]]) -> str | None:
-        """Return a conversation as text, without the opening of an answer; None if the template refuses it."""
+    def _try(self, messages: Sequence[Mapping[str, Any]], **changed: Any) -> str | None:
+        """Return a conversation as text, without the opening of an answer; None if the template refuses it.
+
+        Args:
+            changed: options that are others here.
+        """
+        options = {**self._probe_options, **changed}
         try:
-            text: str = self._tokenizer.apply_chat_template(messages, tokenize=False, **self._probe_options)
+            text: str = self._tokenizer.apply_chat_template(messages, tokenize=False, **options)
         except Exception:  # any error in the template's code
             return None
         return text

@@ -19,6 +19,24 @@ Prompt = str | list[int] | Mapping[str, Any]
 
 In a dict with both, the token ids are run, and the text is only shown in the output."""
 
+
+class ChatPrompt(str):
+    """The text of a prompt that a chat template wrote. It knows which part of it the template wrote for the answer.
+
+    Everything that takes a string takes it. A text that is made from it, for example by `+`, is a plain string again.
+
+    Attributes:
+        opening: the end of the text, which opens the answer. None: the template does not tell it from the messages.
+    """
+
+    opening: str | None
+
+    def __new__(cls, text: str, opening: str | None = None) -> "ChatPrompt":
+        prompt = super().__new__(cls, text)
+        prompt.opening = opening
+        return prompt
+
+
 Message = Mapping[str, Any]
 """{"role": ..., "content": ...}. The content is a string, or a list of text parts as in OpenAI's API."""
 

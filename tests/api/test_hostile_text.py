@@ -23,6 +23,7 @@ def test_pieces_and_parts_of_hostile_outputs_are_those_of_the_text(tmp_path: Pat
     edit_json(tmp_path / "tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast", eos_token=END)
     rng = random.Random(0)
     prompts = ["".join(rng.choices(BEGINNINGS, k=rng.randint(1, 4))) for _ in range(60)]
+    prompts[::4] = [prompt + "<think>\n" for prompt in prompts[::4]]
     params = []
     for i in range(60):
         tags = {tokenizer.token_to_id(tag): rng.choice([0.0, 8.0, 14.0]) for tag in (*TAGS, TURN)}

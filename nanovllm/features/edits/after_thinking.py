@@ -1,6 +1,5 @@
 """A grammar that holds from the end of the thinking on: what the model thinks is free, what it answers fits."""
 
-from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -18,14 +17,15 @@ class AfterThinking:
     Tokens of the thinking do not reach the grammar.
     """
 
-    def __init__(self, matcher: "LLMatcher", thinking: "ThinkingTokens", prompt: Seq[int]) -> None:
+    def __init__(self, matcher: "LLMatcher", thinking: "ThinkingTokens", is_opened: bool | None) -> None:
         """
         Args:
             matcher: stands at the start of the grammar.
+            is_opened: whether the prompt opened the thinking: see `ThinkingTokens.is_opened_by`.
         """
         self._matcher = matcher
         self._tokens = thinking
-        self._is_thinking = thinking.is_opened_by(prompt)
+        self._is_thinking = is_opened
         """None before the first token of an output that may begin to think."""
 
     def consume_token(self, token_id: int) -> bool:

@@ -73,12 +73,18 @@ class RowEdits:
         self._matcher = matcher
         self._thinking = thinking
 
-    def new_matcher(self, prompt: Seq[int]) -> "LLMatcher | AfterThinking | None":
-        """Return a matcher at the start of the output's grammar, for one completion; None without a grammar."""
+    def new_matcher(self, prompt: Seq[int], text: str | None) -> "LLMatcher | AfterThinking | None":
+        """Return a matcher at the start of the output's grammar, for one completion; None without a grammar.
+
+        Args:
+            text: the prompt's text; None if the caller gave token ids.
+        """
         if self._matcher is None:
             return None
         matcher = self._matcher.deep_copy()
-        return matcher if self._thinking is None else AfterThinking(matcher, self._thinking, prompt)
+        if self._thinking is None:
+            return matcher
+        return AfterThinking(matcher, self._thinking, self._thinking.is_opened_by(prompt, text))
 
     def explain_error(self, matcher: "LLMatcher | AfterThinking | None") -> str:
         """Return why the matcher of an output has failed; "" if it has not, or if there is none."""

@@ -36,7 +36,7 @@ class AnswerParser:
     def _split_thinking(self, thinking: ThinkingTokens, seq: Sequence, output: Output) -> None:
         token_ids = seq.output_token_ids
         # With a grammar only the end of the thinking itself may begin the answer: the grammar begins there, too.
-        place = thinking.find_answer(seq.prompt_token_ids, token_ids, ends_with_call=seq.grammar is None)
+        place = thinking.find_answer(seq.prompt_token_ids, token_ids, seq.prompt, ends_with_call=seq.grammar is None)
         if place is None:
             return
         start, end, answer = place
