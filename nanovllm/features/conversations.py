@@ -13,7 +13,8 @@ from nanovllm.utils.checks import as_choice, quote
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 """The roles that a message may have, each with the chat template's name for it."""
 
-
+REASONING = ("reasoning", "reasoning_content")
+"""Templates read the thinking of an earlier answer under one of these names. A message may have it under either."""
 WORDS = ("nanovllmfirst", "nanovllmsecond")
 """No template has these words. If it writes them, it has read them in the content of a message."""
 STRANGER = "nanovllmkey"
@@ -234,8 +235,10 @@ def read_conversation(messages: Any) -> list[dict[str, Any]]:
         read = {**message, "role": ROLES[as_choice(message["role"], f"the role of message {i}", ROLES)]}
         if "content" in message:
             read["content"] = read_content(message["content"], i)
-        if message.get("tool_calls"):
-            read["tool_calls"] = read_tool_calls(message["tool_calls"], i)
+        if tool_calls := read.pop("tool_calls", None):  # templates ask whether there is the key
+            read["tool_calls"] = read_tool_calls(tool_calls, i)
+        if thinking := read.get("reasoning") or read.get("reasoning_content"):
+            read |= {name: read.get(name) or thinking for name in REASONING}
         conversation.append(read)
     return conversation
 

@@ -46,6 +46,14 @@ def test_no_arguments_are_an_empty_object(arguments: Any) -> None:
     assert read_conversation(ask(arguments))[1]["tool_calls"][0]["function"]["arguments"] == {}
 
 
+@pytest.mark.parametrize("calls", [[], (), None])
+def test_a_template_sees_no_calls_where_there_are_none(calls: Any) -> None:
+    """Some templates ask whether the key is there."""
+    messages = ask("{}")
+    messages[1] |= {"content": "x", "tool_calls": calls}
+    assert read_conversation(messages)[1] == {"role": "assistant", "content": "x"}
+
+
 @pytest.mark.parametrize("arguments", ["5", "null", '"x"', "[1]", 7, [1]])
 def test_arguments_that_are_no_object_are_an_error_that_names_the_message(arguments: Any) -> None:
     with pytest.raises(ValueError, match=r"message 1 calls a tool with the arguments .* must be an object"):

@@ -289,7 +289,13 @@ BAD_LINES = {
     "an empty prompt": (openai_line("bad", prompt=""), "invalid_request", "0 tokens"),
     "too long": (openai_line("bad", prompt="x" * 1000), "invalid_request", "1000 tokens"),
     "no messages": (openai_line("bad", messages=[]), "invalid_request", "messages is []"),
-    "a message's field": (with_chat(messages=[{**HELLO[0], "mood": "x"}]), "invalid_request", "message 0"),
+    "a message's field": (with_chat(messages=[{**HELLO[0], "mood": "x"}]), "invalid_request", "the field 'mood'"),
+    "an assistant's field": (with_chat(messages=[{**HELLO[0], "reasoning": "x"}]), "invalid_request", "'reasoning'"),
+    "reasoning of a wrong kind": (
+        with_chat(messages=[{"role": "assistant", "content": "x", "reasoning": ["y"]}]),
+        "invalid_request",
+        "the reasoning ['y']; it must be a string",
+    ),
     "a message's name": (with_chat(messages=[{**HELLO[0], "name": 5}]), "invalid_request", "the name 5"),
     "a role": (with_chat(messages=[{"role": "wizard", "content": "x"}]), "invalid_request", "'wizard'"),
     "a picture": (
@@ -351,7 +357,7 @@ def test_openais_fields_may_be_null_and_are_refused_with_a_value_that_is_not_sup
     for name, value in {"suffix": "x", "moderation": {"model": "m"}, "stream_options": {}}.items():
         with pytest.raises(LineError, match=f"{name} is .* not supported, other than as null"):
             request_of(openai_line("a", prompt="x", **{name: value}))
-    with pytest.raises(LineError, match="message 0"):
+    with pytest.raises(LineError, match="message 0 has the field 'refusal', which is 'no'"):
         request_of(openai_line("a", messages=[{**answer, "refusal": "no"}]))
 
 
@@ -375,13 +381,42 @@ def test_fields_for_a_service_are_taken_and_echoed_where_openai_does(tmp_path: P
     assert bodies["a"]["service_tier"] == bodies["b"]["service_tier"] == "default" and "service_tier" not in bodies["c"]
 
 
-def test_a_developer_is_the_system_and_a_name_reaches_the_template() -> None:
-    messages = [{"role": "developer", "content": "be brief"}, {"role": "user", "content": "hi", "name": "Ann"}]
+def read_messages(*messages: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the messages of a line as the chat template gets them."""
     llm: Any = InstantLLM(EngineConfig("some-model", max_model_len=1000))
     seen: list[Any] = []
     llm.render_chat = lambda messages, kwargs: seen.extend(read_conversation(messages)) or "x"
     prepare_request(read_request_line(Line(1, json.dumps({"messages": messages}).encode())), llm, "some-model")
-    assert seen == [{"role": "system", "content": "be brief"}, messages[1]]
+    return seen
+
+
+def test_a_developer_is_the_system_and_a_name_reaches_the_template() -> None:
+    messages = ({"role": "developer", "content": "be brief"}, {"role": "user", "content": "hi", "name": "Ann"})
+    assert read_messages(*messages) == [{"role": "system", "content": "be brief"}, messages[1]]
+
+
+SAID = {"role": "assistant", "content": "x"}
+THOUGHT = {**SAID, "reasoning": "y", "reasoning_content": "y"}
+CALLS = [{"id": "c", "type": "function", "function": {"name": "f", "arguments": {}}}]
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        ({"refusal": None, "annotations": [], "audio": None, "function_call": None, "tool_calls": None}, SAID),
+        ({"refusal": "", "annotations": None, "audio": {}, "function_call": {}, "tool_calls": []}, SAID),
+        ({"reasoning": None, "tool_calls": []}, SAID),
+        ({"reasoning": "", "reasoning_content": ""}, SAID),
+        ({"reasoning": "y"}, THOUGHT),
+        ({"reasoning_content": "y", "reasoning": None, "tool_calls": []}, THOUGHT),
+        ({"reasoning": "y", "reasoning_content": "z"}, {**THOUGHT, "reasoning_content": "z"}),
+        ({"reasoning": "y", "content": None}, {**THOUGHT, "content": ""}),  # the thinking was cut
+        ({"content": None, "tool_calls": CALLS, "annotations": []}, {**SAID, "content": "", "tool_calls": CALLS}),
+    ],
+)
+def test_the_message_of_a_result_may_be_said_again(message: dict[str, Any], expected: dict[str, Any]) -> None:
+    """The forms are those of our results, of openai's `model_dump()`, and of vLLM's server."""
+    assert read_messages(HELLO[0], {**SAID, **message}, HELLO[0]) == [HELLO[0], expected, HELLO[0]]
 
 
 # ---- what concerns all lines

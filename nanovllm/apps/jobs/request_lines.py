@@ -57,8 +57,8 @@ _NEUTRAL: dict[str, Any] = {
     **{"best_of": 1, "stream": False, "echo": False, "tools": [], "tool_choice": "none"},
 }
 """Fields that are not supported, each with the one value that asks for nothing. That value and null are accepted."""
-_TOOL_FIELDS = {"assistant": "tool_calls", "tool": "tool_call_id"}
-"""The field that a message of this role may have, because it calls tools or answers a call."""
+_ROLE_FIELDS = {"assistant": ("tool_calls", "reasoning", "reasoning_content"), "tool": ("tool_call_id",)}
+"""The fields that a message of this role may have beside those of every message."""
 
 
 class LineError(Exception):
@@ -350,23 +350,28 @@ def _read_messages(messages: Any) -> list[dict[str, Any]]:
 
 
 def _read_message(message: Any, index: int) -> dict[str, Any]:
+    """Return a message without its empty fields: the message of a result has every field, and many are empty."""
     given = message if isinstance(message, dict) else {}
-    read = {name: value for name, value in given.items() if value is not None}
-    role = read.get("role")
-    fields = ["role", "content", "name"]
-    if isinstance(role, str) and role in _TOOL_FIELDS:
-        fields.append(_TOOL_FIELDS[role])
-    if "tool_calls" in read:
+    read = {name: value for name, value in given.items() if name == "content" or value not in ("", [], {})}
+    read = {name: value for name, value in read.items() if value is not None}
+    if read.keys() & _ROLE_FIELDS["assistant"]:
         read.setdefault("content", "")  # a message that only calls tools has no content
-    if not {"role", "content"} <= read.keys() <= {*fields}:
+    role = read.get("role")
+    if not isinstance(role, str) or "content" not in read:
         raise ValueError(f"message {index} is {quote(message)}; it must have a role and a content, and may have a name")
-    for name in ("name", "tool_call_id"):
-        if not isinstance(read.get(name), str | None):
-            raise ValueError(f"message {index} has the {name} {quote(read[name])}; it must be a string")
-    calls = read.get("tool_calls")
-    if "tool_calls" in read and not (isinstance(calls, list) and calls and all(map(_is_function, calls))):
+    fields = ("role", "content", "name", *_ROLE_FIELDS.get(role, ()))
+    for name, value in read.items():
+        if name not in fields:
+            raise ValueError(
+                f"message {index} has the field {quote(name)}, which is {quote(value)}; with the role {quote(role)} it "
+                f"may have {', '.join(fields)}"
+            )
+        if name not in ("role", "content", "tool_calls") and not isinstance(value, str):
+            raise ValueError(f"message {index} has the {name} {quote(value)}; it must be a string")
+    calls = read.get("tool_calls", [])
+    if not isinstance(calls, list) or not all(map(_is_function, calls)):
         raise ValueError(f"message {index} has the tool_calls {quote(calls)}; it must be a list of calls of functions")
-    return {name: read[name] for name in fields if name in read}
+    return read
 
 
 def _is_same(value: Any, other: Any) -> bool:
