@@ -1,9 +1,11 @@
 """Batch jobs without a model: formats, bad lines, and what is left after whatever ends a job."""
 
+import bz2
 import gzip
 import io
 import json
 import logging
+import lzma
 import re
 import sys
 import tracemalloc
@@ -333,8 +335,15 @@ def test_fields_that_ask_for_nothing_are_taken() -> None:
         "frequency_penalty": 0,
         "logit_bias": {},
         "tools": None,
+        "functions": [],
+        "function_call": "none",
+        "modalities": ["text"],
+        "suffix": "",
     }
     request_of(openai_line("a", messages=HELLO, **neutral, response_format={"type": "text"}, stop=None))
+    for name, value in {"function_call": "auto", "functions": [{"name": "f"}], "modalities": ["text", "audio"]}.items():
+        with pytest.raises(LineError, match=f"{name} is .* not supported, other than as"):
+            request_of(openai_line("a", messages=HELLO, **{name: value}))
 
 
 OPENAI_FIELDS = (
@@ -354,7 +363,7 @@ def test_openais_fields_may_be_null_and_are_refused_with_a_value_that_is_not_sup
     answer = {"role": "assistant", "content": "x", "refusal": None, "annotations": None, "tool_calls": None}
     assert request_of(openai_line("a", messages=[*HELLO, answer], **nulls))
     assert request_of(openai_line("a", prompt="x", **plain))
-    for name, value in {"suffix": "x", "moderation": {"model": "m"}, "stream_options": {}}.items():
+    for name, value in {"audio": "x", "moderation": {"model": "m"}, "stream_options": {}}.items():
         with pytest.raises(LineError, match=f"{name} is .* not supported, other than as null"):
             request_of(openai_line("a", prompt="x", **{name: value}))
     with pytest.raises(LineError, match="message 0 has the field 'refusal', which is 'no'"):
@@ -446,6 +455,13 @@ def test_a_job_whose_every_line_names_another_model_ends_before_one_is_loaded(
         (b'\xef\xbb\xbf[{"prompt": "a"}]', "is one JSON array"),
         (b'\r\n  [{"prompt": "a"}]', "is one JSON array"),
         (b"PAR1\x15\x04", "pandas.read_parquet("),
+        (bz2.compress(b'{"prompt": "a"}\n'), "bzcat "),
+        (gzip.compress(bz2.compress(b'{"prompt": "a"}\n')), "bzcat "),
+        (lzma.compress(b'{"prompt": "a"}\n'), "xzcat "),
+        (b"\x28\xb5\x2f\xfd\x04\x58\x81\x00\x00", "zstdcat "),
+        (b"\x04\x22\x4d\x18\x64\x40\xa7", "lz4cat "),
+        (b"PK\x03\x04\x14\x00\x00", "unzip -p "),
+        (b"7z\xbc\xaf\x27\x1c\x00\x04", "7z e -so "),
     ],
     ids=[
         "UTF-16",
@@ -455,6 +471,13 @@ def test_a_job_whose_every_line_names_another_model_ends_before_one_is_loaded(
         "array after a mark",
         "array after blanks",
         "parquet",
+        "bzip2",
+        "bzip2 in gzip",
+        "xz",
+        "Zstandard",
+        "LZ4",
+        "zip",
+        "7-Zip",
     ],
 )
 def test_an_input_of_another_kind_is_named_once_for_all_lines(

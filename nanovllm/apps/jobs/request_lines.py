@@ -49,12 +49,13 @@ _KINDS = {"lora": str, "echo": bool, **dict.fromkeys(_OBJECTS, dict), **_SERVICE
 """The kinds of those fields that SamplingParams does not check."""
 _KIND_NAMES = {str: "a string", dict: "an object", bool: "true or false"}
 _NULLS = (
-    *("audio", "function_call", "functions", "modalities", "moderation", "prediction", "prompt_cache_options"),
-    *("reasoning_effort", "stream_options", "suffix", "verbosity", "web_search_options"),
+    *("audio", "moderation", "prediction", "prompt_cache_options"),
+    *("reasoning_effort", "stream_options", "verbosity", "web_search_options"),
 )
 _NEUTRAL: dict[str, Any] = {
     **dict.fromkeys(_NULLS),
-    **{"best_of": 1, "stream": False, "echo": False, "tools": [], "tool_choice": "none"},
+    **{"best_of": 1, "stream": False, "echo": False, "suffix": ""},
+    **{"tools": [], "tool_choice": "none", "functions": [], "function_call": "none", "modalities": ["text"]},
 }
 """Fields that are not supported, each with the one value that asks for nothing. That value and null are accepted."""
 _ROLE_FIELDS = {"assistant": ("tool_calls", "reasoning", "reasoning_content"), "tool": ("tool_call_id",)}

@@ -2,6 +2,7 @@
 
 import codecs
 import os
+import shlex
 import sys
 import zlib
 from collections.abc import Iterator
@@ -20,6 +21,16 @@ STANDARD = "-"
 """Stands for standard input or standard output where a path is expected."""
 MAX_LINE_BYTES = 32 << 20
 """A longer line is answered by an error, and never held in memory."""
+
+PACKED = {
+    b"BZh": ("bzip2", "bzcat"),
+    b"\xfd7zXZ\0": ("xz", "xzcat"),
+    b"\x28\xb5\x2f\xfd": ("Zstandard", "zstdcat"),
+    b"\x04\x22\x4d\x18": ("LZ4", "lz4cat"),
+    b"PK\x03\x04": ("zip", "unzip -p"),
+    b"7z\xbc\xaf\x27\x1c": ("7-Zip", "7z e -so"),
+}
+"""{the first bytes of a packed file: (its kind, a command that writes the content to standard output)}"""
 
 
 class InputError(Exception):
@@ -137,6 +148,12 @@ def _check_kind(path: str, beginning: bytes) -> None:
         if is_this:
             convert = f"pandas.read_{kind}({path!r}).to_json({f'{path}.jsonl'!r}, orient='records', lines=True)"
             raise InputError(f'the input {path} is {kind}, not JSON: python -c "import pandas; {convert}" converts it')
+    for mark, (kind, command) in PACKED.items():
+        if beginning.startswith(mark):
+            raise InputError(
+                f"the input {path} is packed with {kind}, and only gzip is unpacked here: "
+                f"{command} {shlex.quote(path)} > unpacked.jsonl"
+            )
     if beginning.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in beginning[:4]:
         raise InputError(f"the input {path} is UTF-16 or binary, not UTF-8: iconv -f UTF-16 -t UTF-8 converts it")
     if beginning.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
