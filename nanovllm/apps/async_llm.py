@@ -3,12 +3,15 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.config import EngineConfig
+from nanovllm.engine.claim import State
 from nanovllm.engine.output import make_output, set_decoder
-from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.sequence import Request, Sequence
 from nanovllm.features.streaming import Pieces
 from nanovllm.inputs import translate_arguments
 from nanovllm.outputs import Output
@@ -24,6 +27,21 @@ RequestOutputKind = Enum("RequestOutputKind", ["CUMULATIVE", "DELTA", "FINAL_ONL
 """An AsyncLLM yields all tokens so far, the tokens since the last time, or one output at the end."""
 
 
+@dataclass(eq=False)
+class Call:
+    """One call of `generate`, from its start on.
+
+    Attributes:
+        name: its request_id.
+        seq: None until the engine's thread has added the request.
+        is_aborted: whether `abort` has named it, or its task has left it.
+    """
+
+    name: str
+    seq: Sequence | None = None
+    is_aborted: bool = False
+
+
 class AsyncLLM:
     """Runs the requests of many tasks in the same steps.
 
@@ -34,8 +52,8 @@ class AsyncLLM:
     def __init__(self, llm: "LLM") -> None:
         self._llm = llm
         self._thread = ThreadPoolExecutor(1, "engine")
-        self._running: dict[Sequence, str] = {}
-        """The requests of tasks, with their names, but for those that `abort` has ended."""
+        self._calls: set[Call] = set()
+        """The calls of `generate` that have not ended."""
         self._may_run = asyncio.Event()
         self._may_run.set()
 
@@ -57,20 +75,19 @@ class AsyncLLM:
             RuntimeError: the engine was closed, or the step of another task has failed.
         """
         self._llm.engine.claim.check_open()
-        translate_arguments(type(self._llm).generate, others)
-        request = self._llm.prepare(prompt, sampling_params)
-        pieces = Pieces(request, self._llm.engine.tokenizer)
-        kind = getattr(sampling_params, "output_kind", RequestOutputKind.CUMULATIVE)
-        is_delta = kind is RequestOutputKind.DELTA
-        num_seen = 0
-        text = ""
-        added: list[Sequence] = []  # whether or not this task still waits for the call
+        call = Call(request_id)
+        self._calls.add(call)
         try:
-            await self._call(lambda: added.append(self._llm.engine.add(request)))
-            (seq,) = added
-            self._running[seq] = request_id
+            translate_arguments(type(self._llm).generate, others)
+            request = self._llm.prepare(prompt, sampling_params)
+            pieces = Pieces(request, self._llm.engine.tokenizer)
+            kind = getattr(sampling_params, "output_kind", RequestOutputKind.CUMULATIVE)
+            is_delta = kind is RequestOutputKind.DELTA
+            num_seen = 0
+            text = ""
+            await self._run(call, self._add, call, request)
             while True:
-                output, piece = await self._call(self._advance, seq, pieces, num_seen)
+                output, piece = await self._run(call, self._advance, call, pieces, num_seen)
                 first = num_seen if is_delta else 0
                 has_grown = len(output.token_ids) > num_seen
                 num_seen = len(output.token_ids)
@@ -85,43 +102,60 @@ class AsyncLLM:
                 if output.finished:
                     return
         finally:
-            for seq in added:
-                self._running.pop(seq, None)
+            self._calls.remove(call)
+            call.is_aborted = True
             if not self._llm.engine.closed:
-                self._thread.submit(self._abort, added)
+                self._thread.submit(self._end, [call])
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """End requests. The task of each gets its tokens so far, with the finish_reason "abort".
 
-        A name that no request has changes nothing.
+        A name counts from the start of `generate`. A name that no request has changes nothing.
         """
+        await asyncio.sleep(0)  # tasks that exist and have not begun call `generate` now
         names = [request_id] if isinstance(request_id, str) else [*request_id]
-        seqs = [seq for seq, name in self._running.items() if name in names]
-        for seq in seqs:
-            del self._running[seq]
-        await asyncio.get_running_loop().run_in_executor(self._thread, self._abort, seqs)
+        named = [call for call in self._calls if call.name in names]
+        for call in named:
+            call.is_aborted = True
+        if not self._may_run.is_set():  # in a pause: whoever waits looks whether it is aborted
+            self._may_run.set()
+            self._may_run.clear()
+        await self._in_thread(self._end, named)
 
-    def _abort(self, added: list[Sequence]) -> None:
-        """End what has not ended. It runs after the call that adds, because calls run one after another."""
-        for seq in added:
-            if seq.finish_reason is None:
-                self._claimed(self._llm.engine.scheduler.end, seq, "abort")
+    def _end(self, calls: list[Call]) -> None:
+        """End what has not ended. Where the request is not added yet, `_add` ends it."""
+        for call in calls:
+            if call.seq is not None and call.seq.finish_reason is None:
+                self._claimed(self._llm.engine.scheduler.end, call.seq, "abort")
 
-    async def _call(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Call a function in the engine's thread."""
-        await self._may_run.wait()
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._claimed, function, *args)
+    async def _run(self, call: Call, function: Callable[..., Any], *args: Any) -> Any:
+        """Have the engine's thread call a function that may run a step. In a pause, only for an aborted call."""
+        while not self._may_run.is_set() and not call.is_aborted:
+            await self._may_run.wait()
+        return await self._in_thread(self._claimed, function, *args)
+
+    def _in_thread(self, function: Callable[..., Any], *args: Any) -> "asyncio.Future[Any]":
+        """Have the engine's thread call a function. RuntimeError if the engine is closed."""
+        self._llm.engine.claim.check_open()
+        return asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
 
     def _claimed(self, function: Callable[..., Any], *args: Any) -> Any:
         with self._llm.claim_loop("AsyncLLM"):
             return function(*args)
 
-    def _advance(self, seq: Sequence, pieces: Pieces, num_seen: int) -> tuple[Output, str]:
+    def _add(self, call: Call, request: Request) -> None:
+        call.seq = self._llm.engine.add(request)
+        if call.is_aborted:
+            self._llm.engine.scheduler.end(call.seq, "abort")
+
+    def _advance(self, call: Call, pieces: Pieces, num_seen: int) -> tuple[Output, str]:
         """Run a step unless the sequence has more than `num_seen` tokens. Return its output, and its new text."""
         engine = self._llm.engine
+        seq = call.seq
+        assert seq is not None  # `_add` has run
         if seq.finish_reason is None and len(seq.output_token_ids) == num_seen:
             engine.step()
-        if seq.finish_reason == "abort" and seq in self._running:
+        if seq.finish_reason == "abort" and not call.is_aborted:
             engine.raise_kept()
             raise RuntimeError("the step of another task has failed, and the engine has dropped all requests")
         if seq.finish_reason is not None:
@@ -137,17 +171,31 @@ class AsyncLLM:
     async def pause_generation(self, *, mode: str = "abort", **_: Any) -> None:
         """Run no step until `resume_generation`. Requests keep their tokens."""
         as_choice(mode, "the mode of pause_generation", ["keep"])
+        step_in_hand = self._in_thread(int)
         self._may_run.clear()
-        await asyncio.get_running_loop().run_in_executor(self._thread, int)  # waits for the step in hand
+        await step_in_hand
 
     async def resume_generation(self) -> None:
+        self._llm.engine.claim.check_open()
         self._may_run.set()
+
+    async def sleep(self, level: int = 1, **others: Any) -> None:
+        """`LLM.sleep`. RuntimeError if requests are unfinished."""
+        await self._in_thread(partial(self._llm.sleep, level, **others))
+
+    async def wake_up(self, tags: list[str] | None = None) -> None:
+        """`LLM.wake_up`."""
+        await self._in_thread(self._llm.wake_up, tags)
+
+    async def is_sleeping(self) -> bool:
+        self._llm.engine.claim.check_open()
+        return self._llm.engine.claim.state is State.ASLEEP
 
     async def get_tokenizer(self) -> Any:
         return self._llm.get_tokenizer()
 
     def shutdown(self) -> None:
-        """Close the engine. Tasks that wait get an error."""
+        """Close the engine. Tasks that wait, and every later call, get the error of a closed engine."""
         self._llm.close()
         self._may_run.set()
         self._thread.shutdown(wait=False)

@@ -8,13 +8,15 @@ import pytest
 from helpers.paths import BOX_MODEL
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.apps.async_llm import AsyncLLM, RequestOutputKind
+from nanovllm.apps.async_llm import AsyncLLM, Call, RequestOutputKind
 from nanovllm.apps.standin.llm import SamplingParams as VllmParams
+from nanovllm.engine.claim import ClosedError
 from nanovllm.features.streaming import Pieces
 
 OPTIONS: dict[str, Any] = {"dtype": "float32", "device": "cpu", "max_model_len": 96, "max_num_seqs": 3}
 PROMPTS = ("Once upon a time", "1 + 2 =", "count from 3 to 9", "The best way")
 PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=0, stop="zzz")
+LONG = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +68,7 @@ def test_an_output_does_not_grow_while_other_tasks_run_steps(llm: LLM, engine: A
     request = llm.prepare(PROMPTS[0], PARAMS)
     with llm.claim_loop("add_request()"):
         seq = llm.engine.add(request)
-    output, _ = engine._claimed(engine._advance, seq, Pieces(request, llm.engine.tokenizer), 0)
+    output, _ = engine._claimed(engine._advance, Call("x", seq), Pieces(request, llm.engine.tokenizer), 0)
     while llm.engine.has_work:
         llm.step()
     assert len(output.logprobs) == len(output.token_ids) < 12 == len(seq.logprobs)
@@ -110,6 +112,72 @@ def test_an_aborted_request_ends_with_its_tokens_so_far_and_the_others_go_on(llm
         assert output.finished and output.token_ids == whole.token_ids[: len(output.token_ids)]
         assert whole.text.startswith(output.text)
     assert llm.is_finished()
+
+
+def test_an_abort_counts_from_the_start_of_generate(llm: LLM, engine: AsyncLLM) -> None:
+    """It comes after so many turns of the loop, while the engine's thread is busy with others, and while it is not."""
+
+    async def run(num_turns: int, others: list[str]) -> Any:
+        tasks = [asyncio.create_task(collect(engine, name, PROMPTS[0], LONG)) for name in (*others, "x")]
+        for _ in range(num_turns):
+            await asyncio.sleep(0)
+        await engine.abort("x")
+        return [outputs[-1] for outputs in await asyncio.wait_for(asyncio.gather(*tasks), 60)]
+
+    for others in ([], ["y", "z"]):
+        for num_turns in (0, 1, 2, 3, 10, 50):
+            *ended, output = asyncio.run(run(num_turns, others))
+            assert output.finished and output.finish_reason == "abort" and len(output.token_ids) < 60
+            assert {one.finish_reason for one in ended} <= {"length"}
+            assert llm.is_finished()
+
+
+def test_an_abort_ends_a_request_in_a_pause_without_a_step(llm: LLM, engine: AsyncLLM) -> None:
+    async def run() -> None:
+        early = asyncio.create_task(collect(engine, "early", PROMPTS[0], LONG))
+        while not llm.engine.scheduler.running:
+            await asyncio.sleep(0.001)
+        await engine.pause_generation(mode="keep")
+        before = llm.stats()["num_steps"]
+        late = asyncio.create_task(collect(engine, "late", PROMPTS[1], PARAMS))
+        kept = asyncio.create_task(collect(engine, "kept", PROMPTS[2], PARAMS))
+        await asyncio.sleep(0.01)
+        await engine.abort(["late", "early"])
+        for task in (early, late):
+            outputs = await asyncio.wait_for(task, 60)
+            assert outputs[-1].finish_reason == "abort" and len(outputs[-1].token_ids) < 60
+        assert llm.stats()["num_steps"] == before and not kept.done()
+        await engine.resume_generation()
+        assert len((await kept)[-1].token_ids) == 12
+
+    asyncio.run(run())
+
+
+def test_an_engine_tells_whether_it_sleeps(engine: AsyncLLM) -> None:
+    async def run() -> list[bool]:
+        told = [await engine.is_sleeping()]
+        await engine.sleep(level=1, mode="abort")
+        told.append(await engine.is_sleeping())
+        await engine.wake_up(tags=["weights", "kv_cache"])
+        return [*told, await engine.is_sleeping(), bool(await collect(engine, "x", PROMPTS[0], PARAMS))]
+
+    assert asyncio.run(run()) == [False, True, False, True]
+
+
+def test_after_shutdown_there_is_one_error_for_all() -> None:
+    engine = AsyncLLM(LLM(BOX_MODEL, **OPTIONS))
+
+    async def run() -> list[Any]:
+        tasks = [asyncio.create_task(collect(engine, str(i), prompt, LONG)) for i, prompt in enumerate(PROMPTS)]
+        await asyncio.sleep(0.01)
+        await engine.pause_generation(mode="keep")  # some wait for the pause to end, and others for the thread
+        engine.shutdown()
+        calls: list[Any] = [engine.abort("0"), engine.pause_generation(mode="keep"), engine.resume_generation()]
+        calls += [engine.sleep(), engine.wake_up(), engine.is_sleeping(), collect(engine, "x", "a", PARAMS)]
+        return await asyncio.wait_for(asyncio.gather(*tasks, *calls, return_exceptions=True), 60)
+
+    errors = asyncio.run(run())
+    assert {(type(error), str(error)) for error in errors} == {(ClosedError, "the engine is closed")}
 
 
 def test_what_cannot_be_streamed_is_refused(engine: AsyncLLM) -> None:
