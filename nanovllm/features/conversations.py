@@ -15,8 +15,9 @@ ROLES = {"system": "system", "developer": "system", "user": "user", "assistant":
 
 REASONING = ("reasoning", "reasoning_content")
 """Templates read the thinking of an earlier answer under one of these names. A message may have it under either."""
-WORDS = ("nanovllmfirst", "nanovllmsecond")
-"""No template has these words. If it writes them, it has read them in the content of a message."""
+WORDS = ("nanovllmfirst", "thenthesecond")
+"""If a template writes another text for one than for the other, it writes the content, or a part of it. They have the
+same length, and differ in every character."""
 STRANGER = "nanovllmkey"
 """No template reads this key of a content part. If it writes the key, it has written the part as a whole."""
 CALL = {"id": "abcdefghi", "type": "function", "function": {"name": "f", "arguments": {}}}
@@ -133,34 +134,40 @@ class ChatTemplate:
         return ContentForm.TEXT
 
     def _find_form_in(self, talk: Sequence[Mapping[str, Any]], role: str) -> ContentForm | None:
-        """Let the template write two words in each form, as a role's contents in a conversation.
+        """Find out which form makes a difference, when the contents of a role in a conversation have other words.
 
         Other roles without a known form have strings at first, and then parts.
 
         Returns:
-            the form in which it writes the words; None if it writes them in no form.
+            the form in which the template writes the words; None if it writes them in no form.
         """
-        parts = [{"type": "text", "text": word, STRANGER: ""} for word in WORDS]
+        # STRANGER comes first: the template may write the beginning alone.
+        one, other = ({STRANGER: "", "type": "text", "text": word} for word in WORDS)
         for other_form in (ContentForm.TEXT, ContentForm.PARTS):
             shaped = [shape_message(message, self._forms.get(message["role"], other_form)) for message in talk]
-            takes_text = self._writes(WORDS[:1], shaped, role, WORDS[0])
-            if self._writes(WORDS, shaped, role, parts):
+            takes_text = self._tells_apart(WORDS, shaped, role)
+            if self._tells_apart(([one, one], [other, one], [one, other]), shaped, role):
                 return ContentForm.BOTH if takes_text else ContentForm.PARTS
             if takes_text:
                 return ContentForm.TEXT
-            if self._writes(WORDS[:1], shaped, role, parts[:1]):
+            if self._tells_apart(([one], [other]), shaped, role):
                 return ContentForm.ONE_PART
         return None
 
-    def _writes(self, words: Sequence[str], talk: Sequence[Mapping[str, Any]], role: str, content: Any) -> bool:
-        """Return whether the template writes these words when the messages of this role have this content."""
-        text = self._try(replace_contents(talk, role, content))
-        if text is None:
-            return False
-        text = text.lower()  # a template may write capital letters
-        # A template that writes a list of parts as JSON says so itself. Python's form comes where it expects a string.
-        is_as_python = STRANGER in text and json.dumps(content) not in text
-        return not is_as_python and all(word in text for word in words)
+    def _tells_apart(self, contents: Sequence[Any], talk: Sequence[Mapping[str, Any]], role: str) -> bool:
+        """Return whether the template writes another text for each content that the messages of this role may have."""
+        texts = set()
+        for content in contents:
+            text = self._try(replace_contents(talk, role, content))
+            if text is None:
+                return False
+            lower = text.lower()  # a template may write capital letters
+            # A template that writes a list of parts as JSON says so itself. Python's form comes where it expects a
+            # string.
+            if STRANGER in lower and json.dumps(content) not in lower:
+                return False
+            texts.add(text)
+        return len(texts) == len(contents)
 
     def _uses_contents(self, messages: Sequence[Mapping[str, Any]], role: str) -> bool:
         """Return whether the template writes a conversation, and fails if a role's contents are neither text nor list.

@@ -660,6 +660,30 @@ def test_a_role_that_the_template_leaves_out_is_left_out_and_a_users_words_are_n
     assert llm.render_chat([{"role": "user", "content": ""}], {"chat_template": strange})["prompt"] == "[user]"
 
 
+@pytest.mark.parametrize(
+    "body",
+    [
+        "{{ m.content[:4] }}",
+        "{{ m.content[-4:] }}",
+        "{{ m.content[0] }}",
+        "{{ m.content | truncate(9, True, '..', 0) }}",
+        "{{ m.content.split(' ')[0] }}",
+        "{{ m.content | string | truncate(9, True, '..', 0) }}",
+        "{% for part in m.content %}{{ part.text[:4] }}{% endfor %}",
+        "{{ m.content[0].text[:4] }}",
+    ],
+)
+def test_a_template_may_write_a_part_of_a_content(body: str, llm: LLM) -> None:
+    talk = [{"role": "system", "content": "be as brief as you can"}, {"role": "user", "content": "hello, who are you?"}]
+    template = BODY.replace("BODY", body)
+    is_of_parts = "text" in body
+    given = [{**m, "content": [{"type": "text", "text": m["content"]}]} if is_of_parts else m for m in talk]
+    theirs = llm.tokenizer.apply_chat_template(given, chat_template=template, tokenize=False)
+    assert llm.render_chat(talk, {"chat_template": template})["prompt"] == theirs
+    apart = [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in talk]
+    assert llm.render_chat(apart, {"chat_template": template})["prompt"] == theirs
+
+
 def test_each_of_several_named_templates_has_its_own_form(reciter: Path, tmp_path: Path) -> None:
     shutil.copytree(reciter, tmp_path, dirs_exist_ok=True)
     templates = [
