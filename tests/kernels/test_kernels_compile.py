@@ -17,7 +17,6 @@ pytest.importorskip("triton")
 
 from nanovllm.backends.gpu.paged_decode import programs_at_once
 
-LONG = [pytest.mark.slow, pytest.mark.longest]
 SHARED_KIB = {80: 163, 89: 99, 90: 227, 100: 227, 120: 99}
 """Shared memory that one program may use (CUDA C++ Programming Guide, "Compute capabilities")."""
 
@@ -177,15 +176,17 @@ def check_few_rows(compiled: list[dict[str, Any]]) -> None:
             assert result["shared"] <= min(96, SHARED_KIB[result["arch"]]) * 1024, result
 
 
+@pytest.mark.targets
+@pytest.mark.longest
 @pytest.mark.parametrize(
     "arguments",
     [
         pytest.param(("--quick", "90"), id="few-90"),
-        pytest.param(("--quick", "--dtype", "float32", "90"), id="few-float32-90", marks=LONG),
+        pytest.param(("--quick", "--dtype", "float32", "90"), id="few-float32-90"),
         # sm_80 has the instructions of sm_89, but for fp8, and takes bfloat16.
-        pytest.param(("--quick", "--dtype", "float16", "89"), id="few-float16-89", marks=LONG),
-        *(pytest.param(("--quick", arch), id=f"few-{arch}", marks=LONG) for arch in ("80", "100", "120")),
-        pytest.param(("--largest", "90"), id="models-90", marks=LONG),
+        pytest.param(("--quick", "--dtype", "float16", "89"), id="few-float16-89"),
+        *(pytest.param(("--quick", arch), id=f"few-{arch}") for arch in ("80", "100", "120")),
+        pytest.param(("--largest", "90"), id="models-90"),
     ],
 )
 def test_kernels_compile_within_shared_memory_and_without_spills(arguments: tuple[str, ...]) -> None:

@@ -30,7 +30,7 @@ from nanovllm.backends.cpu.backend import CpuBackend
 from nanovllm.backends.cpu.dynamic import DynamicLibrary
 from nanovllm.backends.cpu.quantized import QuantizedLibrary
 
-pytestmark = [pytest.mark.slow, pytest.mark.longest]  # begun late, two processes would each build the same libraries
+pytestmark = [pytest.mark.targets, pytest.mark.longest]  # begun late, two processes would each build the same libraries
 
 NEEDS: dict[str, set[str]] = {
     "x86-64-v3": {"avx2", "fma"},

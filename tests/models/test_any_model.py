@@ -53,12 +53,8 @@ def generate(llm: LLM) -> list[list[int]]:
 
 # ---- tokens
 
-PLAIN = ("Gemma3ForCausalLM", "GptOssForCausalLM", "DeepseekV3ForCausalLM", "OPTForCausalLM")
 
-
-@pytest.mark.parametrize(
-    "name", [name if name in PLAIN else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
-)
+@pytest.mark.parametrize("name", CASES)
 def test_tokens_are_transformers(name: str, tmp_path: Path) -> None:
     """Log-probabilities differ by rounding: by 1e-4 at most, but in random models with huge logits more."""
     found, stats = run_case(tmp_path, name)
@@ -71,10 +67,7 @@ def test_what_needs_no_proof_at_load_is_what_is_tested() -> None:
     assert set(CASES) == proof.TESTED
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["Gemma2ForCausalLM", *(pytest.param(name, marks=pytest.mark.slow) for name in (*KINDS, "MiniCPM3ForCausalLM"))],
-)
+@pytest.mark.parametrize("name", ["Gemma2ForCausalLM", *KINDS, "MiniCPM3ForCausalLM"])
 def test_compiled_kernels_say_the_same(name: str, tmp_path: Path) -> None:
     found, _ = run_case(tmp_path, name, attention_backend="cpu")
     assert found.num_equal == found.num_tokens
@@ -274,9 +267,7 @@ def test_a_tied_model_takes_all_weights_of_a_trainer(name: str, tmp_path: Path) 
         assert compare(new, llm).num_equal == 216
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in OTHER_NAMES else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
-)
+@pytest.mark.parametrize("name", CASES)
 def test_head_and_embedding_have_the_names_that_checkpoints_have(name: str) -> None:
     with decoder.parameters_on_meta():
         model = getattr(transformers, name)(make_config(name, tie_word_embeddings=False))
@@ -360,9 +351,7 @@ def test_estimate_and_doctor_say_whose_code_runs(tmp_path: Path, capsys: pytest.
 # ---- features
 
 
-@pytest.fixture(
-    scope="module", params=[n if n == "Gemma4ForCausalLM" else pytest.param(n, marks=pytest.mark.slow) for n in KINDS]
-)
+@pytest.fixture(scope="module", params=KINDS)
 def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, Any]:
     folder = tmp_path_factory.mktemp("model")
     return request.param, folder, save_any(folder, request.param)
@@ -388,7 +377,7 @@ def test_int8_says_the_same_in_torch_and_in_cpp(saved: tuple[str, Path, Any]) ->
     assert said[0] == said[1]
 
 
-@pytest.mark.parametrize("name", ["awq", *(pytest.param(n, marks=pytest.mark.slow) for n in CHECKPOINTS if n != "awq")])
+@pytest.mark.parametrize("name", CHECKPOINTS)
 def test_a_quantised_checkpoint_says_what_its_values_mean(name: str, tmp_path: Path) -> None:
     save_any(tmp_path / "model", "OlmoeForCausalLM")
     quantised, means = save_quantised(tmp_path / "model", tmp_path, *CHECKPOINTS[name])
