@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 from nanovllm import LLM, Output, SamplingParams
 from nanovllm.backends.cpu.backend import CpuBackend
 
-pytestmark = pytest.mark.slow
 if reason := CpuBackend.why_cannot(torch.device("cpu")):
     pytest.skip(reason, allow_module_level=True)
 
@@ -122,13 +121,7 @@ def seen(output: Output) -> dict[str, Any]:
     return {**output, "num_cached_tokens": None, "error": error}
 
 
-@settings(
-    max_examples=12, deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.generate, Phase.shrink]
-)
-@given(given_requests=st.lists(requests(), min_size=2, max_size=12), depth=st.sampled_from([1, 2]), leave=st.booleans())
-def test_whatever_is_asked_for_together_a_request_gets_what_it_gets_alone(
-    alone: LLM, together: LLM, given_requests: list[tuple[Any, SamplingParams]], depth: int, leave: bool
-) -> None:
+def check(alone: LLM, together: LLM, given_requests: list[tuple[Any, SamplingParams]], depth: int, leave: bool) -> None:
     expected = [seen(alone.generate(*request, use_tqdm=False)[0]) for request in given_requests]
     together.engine.depth = 1 if together.engine.scheduler.speculation else depth
     if leave:  # an abort in the middle
@@ -141,3 +134,26 @@ def test_whatever_is_asked_for_together_a_request_gets_what_it_gets_alone(
     scheduler = together.engine.scheduler
     check_scheduler(scheduler)
     assert scheduler.block_manager.num_used == 0 and not scheduler.edited_rows
+
+
+patient = settings(deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.generate, Phase.shrink])
+mixes = given(
+    given_requests=st.lists(requests(), min_size=2, max_size=12), depth=st.sampled_from([1, 2]), leave=st.booleans()
+)
+
+
+@pytest.mark.parametrize("together", [SMALL | {"speculative_config": NGRAM}], ids=["drafts from text"], indirect=True)
+@settings(patient, max_examples=8, derandomize=True)
+@mixes
+def test_some_mixes_of_requests_get_what_each_gets_alone(alone: LLM, together: LLM, **mix: Any) -> None:
+    """The same ones each time."""
+    check(alone, together, **mix)
+
+
+@pytest.mark.slow
+@settings(patient, max_examples=12)
+@mixes
+def test_whatever_is_asked_for_together_a_request_gets_what_it_gets_alone(
+    alone: LLM, together: LLM, **mix: Any
+) -> None:
+    check(alone, together, **mix)
