@@ -3,8 +3,8 @@
     python scripts/check_targets.py             runs them if tests/targets.json is of other sources
     python scripts/check_targets.py --always    runs them
 
-They take a quarter of an hour on two cores, and so few changes need them: C++ for other processors, Triton's kernels
-compiled for each GPU that we name, and these kernels with Triton 3.6, which torch 2.11 pins.
+They take a quarter of an hour on two cores, and so few changes need them: C++ for other processors and with
+sanitizers, Triton's kernels compiled for each GPU that we name, and these with Triton 3.6, which torch 2.11 pins.
 
 tests/targets.json has the digest of the kernels, of these tests and of pyproject.toml. It is written here alone, after
 all tests have passed and nothing but processors was missing. Whoever changes a kernel runs this and commits the file.

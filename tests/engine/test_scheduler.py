@@ -41,7 +41,7 @@ def make_collision():
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(trace=traces())
 @example(trace=make_collision())
 def test_every_request_gets_its_own_tokens_and_everything_is_freed(depth, trace):
@@ -66,7 +66,7 @@ def test_every_request_gets_its_own_tokens_and_everything_is_freed(depth, trace)
     assert not engine.scheduler.running and not engine.scheduler.waiting
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(trace=traces())
 def test_overlap_wastes_at_most_one_row_for_each_stop_and_none_for_lengths(trace):
     """With room for all and nothing recomputed, depth 2 computes what depth 1 does, and one row for each "stop"."""
@@ -78,6 +78,28 @@ def test_overlap_wastes_at_most_one_row_for_each_stop_and_none_for_lengths(trace
     stops = sum(seq.finish_reason == "stop" for seq in seqs.values())
     wasted = overlapped.runner.num_rows_computed - synchronous.runner.num_rows_computed
     assert 0 <= wasted <= stops
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_an_observer_is_told_of_the_end_of_every_planned_step_also_if_all_is_aborted(depth):
+    engine = make_engine(depth=depth)
+    planned = []
+    finished = []
+    engine.observe(
+        SimpleNamespace(
+            planned=lambda number, *_: planned.append(number),
+            finished=lambda number, *_: finished.append(number),
+            close=lambda: None,
+        )
+    )
+    for _ in range(3):
+        engine.add(engine.prepare([1, 2], SamplingParams(max_tokens=20)))
+    for _ in range(4):
+        engine.step()
+    assert len(planned) - len(finished) == depth - 1, "so many are in flight"
+    engine.abort_all()
+    assert finished == planned
+    assert not engine.has_work
 
 
 def run_all(engine, prompts, **params):

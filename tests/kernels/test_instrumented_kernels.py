@@ -13,7 +13,7 @@ from helpers.instrumented_kernels import FAULT, build, find_runtime, start
 SHARE = float(os.environ.get("NANOVLLM_ATTACKS", "0.1"))
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.targets,
     pytest.mark.skipif(find_runtime() is None, reason="needs g++ with AddressSanitizer"),
 ]
 

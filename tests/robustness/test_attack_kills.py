@@ -161,18 +161,22 @@ TAG = f"NANOVLLM_TEST_{uuid.uuid4().hex}"
 """In the environment of this module's cluster, so that only its processes are ever killed."""
 
 
-@pytest.fixture
-def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Two nodes, of which the head has a CPU and the other two. Commands find it by RAY_ADDRESS."""
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    """Two nodes, of which the head has a CPU and the other two. Commands find it by RAY_ADDRESS.
+
+    The last of its tests ends both.
+    """
     pytest.importorskip("ray.data")
     from ray.cluster_utils import Cluster
 
-    monkeypatch.setenv(TAG, "1")
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
-    cluster.other = cluster.add_node(num_cpus=2)
-    monkeypatch.setenv("RAY_ADDRESS", cluster.address)
-    yield cluster
-    cluster.shutdown()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(TAG, "1")
+        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+        cluster.other = cluster.add_node(num_cpus=2)
+        patch.setenv("RAY_ADDRESS", cluster.address)
+        yield cluster
+        cluster.shutdown()
 
 
 def engines() -> list[int]:
