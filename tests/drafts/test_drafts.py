@@ -1,6 +1,7 @@
 """Speculative decoding with real models: tokens are those that come without, on every axis."""
 
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -203,13 +204,18 @@ def test_what_ends_a_request_inside_accepted_drafts_ends_it_there(reciter: Path)
         ("a", SamplingParams(temperature=0, max_tokens=60, stop="pq")),
         ("a", SamplingParams(temperature=0, max_tokens=60, stop="rst", ignore_eos=True)),
         ("a", SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)),
+        *(("a", SamplingParams(temperature=0, max_tokens=60, stop_token_ids=[token])) for token in (8, 10, 13, 17)),
     ]
+    requests = [(prompt, replace(params, logprobs=1)) for prompt, params in requests]
     without, _ = run(reciter, {"max_num_seqs": 1, "max_model_len": 128}, requests * 2)
     config = {"speculative_config": NGRAM | {"num_speculative_tokens": 7}}
     outputs, stats = run(reciter, {"max_num_seqs": 1, "max_model_len": 128} | config, requests * 2)
     names = ("text", "token_ids", "finish_reason", "stop_reason")
     assert [[o[name] for name in names] for o in outputs] == [[o[name] for name in names] for o in without]
     assert stats["num_accepted_tokens"] > 60
+    for output in outputs:
+        assert len(output.logprobs) == len(output.token_ids), "none of tokens behind the end"
+        assert all(token in told for token, told in zip(output.token_ids, output.logprobs, strict=True))
 
 
 @pytest.mark.parametrize(

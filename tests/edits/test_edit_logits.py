@@ -192,6 +192,9 @@ def test_a_word_whose_spaced_form_is_one_token_is_banned_in_a_text() -> None:
         assert " the" in plain.text and "the" not in other.text
         with pytest.raises(ValueError, match="a word of 201 characters; it may have at most 200"):
             llm.generate("a", SamplingParams(bad_words=["a" * 201]))
+        for word in ("\ud83d", "the \udc00", "a\ud800b"):
+            with pytest.raises(ValueError, match="half of a surrogate pair"):
+                llm.generate("a", SamplingParams(bad_words=["the", word]))
 
 
 # ---- against the rule

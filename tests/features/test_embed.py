@@ -51,10 +51,12 @@ def test_vectors_are_transformers(model_class: type[PreTrainedModel], tmp_path: 
         vectors = embed(llm)
         outputs = llm.embed(PROMPTS, use_tqdm=False)
         cut = embed(llm, dimensions=5)
+        least = embed(llm, dimensions=1)
         raw = embed(llm, normalize=False)
         assert llm.stats()["num_generated_tokens"] == 0
     assert any(output.num_cached_tokens for output in outputs)
-    for prompt, vector, short, long, output in zip(PROMPTS, vectors, cut, raw, outputs, strict=True):
+    for prompt, vector, (one,), short, long, output in zip(PROMPTS, vectors, least, cut, raw, outputs, strict=True):
+        assert one == np.sign(long[0]), "a vector of one element has the length 1"
         np.testing.assert_allclose(vector, expect(model, prompt), atol=2e-5)
         np.testing.assert_allclose(short, expect(model, prompt, 5), atol=2e-5)
         np.testing.assert_allclose(long / np.linalg.norm(long), vector, atol=1e-6)

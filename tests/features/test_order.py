@@ -220,6 +220,27 @@ def test_a_job_takes_what_is_ready_and_reads_no_further_than_it_may():
     assert num_read == 22  # 20 were ready; then one was awaited for each that was taken, but the last
 
 
+def test_long_prompts_are_read_ahead_up_to_a_number_of_bytes_and_one_line(monkeypatch):
+    monkeypatch.setattr(admission, "TOKENS_AHEAD", 100)
+    engine = make_engine(max_num_seqs=2)
+    held = 0
+
+    def read():
+        nonlocal held
+        for number in range(60):
+            prompt = [number % 16] * (1 + number % 30)
+            request = engine.prepare(prompt, SamplingParams(max_tokens=1))
+            assert held < 4 * 100, "another line is read only below the limit"
+            held += len(request.prompt_token_ids.tobytes())
+            yield len(request.prompt_token_ids.tobytes()), [request]
+
+    num_taken = 0
+    for size, _ in Admission(engine).reorder(read()):
+        held -= size
+        num_taken += 1
+    assert num_taken == 60 and held == 0
+
+
 @pytest.mark.parametrize("replicas", [1, 3])
 def test_with_replicas_the_end_begins_when_their_rows_together_can_hold_it(replicas):
     engine = make_engine(max_num_seqs=2)

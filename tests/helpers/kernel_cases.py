@@ -368,6 +368,40 @@ def assert_tokens_near(case: SampleCase, sampled: Sampled) -> None:
         assert end - float(shares[token]) - slack <= float(uniforms[row]) <= end + slack, (row, token)
 
 
+LARGEST_UNIFORM = 16390493
+"""A seed with which the number that is drawn at position 0 is the largest of all, 1 - 2**-24."""
+
+
+def check_edges_of_sampling(sample: Callable[..., Sampled], num_rows: int = 36, device: torch.device = DEVICE) -> None:
+    """At the edges of rules 2, 3 and 6: the tokens are those of a plain search in float64."""
+    rows = torch.arange(num_rows, dtype=torch.int32, device=device)
+    seeds = torch.arange(num_rows)
+    for vocab_size in (3, 17):
+        # Top-k keeps all tokens but the least likely, or all. Each is drawn by some row.
+        logits = -0.3 * torch.stack([torch.randperm(vocab_size, generator=torch.Generator().manual_seed(3))] * num_rows)
+        top_k = vocab_size - 1 + seeds % 3
+        table = pack_values(num_rows, seeds, top_k=top_k).to(device)
+        tokens = sample(logits.to(device), table, rows, rows).token_ids.cpu()
+        expected = []
+        for row in range(num_rows):
+            weights = logits[row].double().exp()
+            weights[logits[row] < logits[row].sort(descending=True).values[: int(top_k[row])].min()] = 0
+            goal = float(uniform_reference(seeds[row : row + 1], rows[row : row + 1].cpu().long())) * weights.sum()
+            expected.append(int((weights.cumsum(0) > goal).nonzero()[0]))
+        assert tokens.tolist() == expected
+        assert vocab_size > 3 or logits[0].argmin() in tokens
+    # The weights are 1, 0.5 and 0.5, so half of the mass is the first token's, exactly.
+    logits = torch.tensor([0.0, math.log(0.5), math.log(0.5)]).repeat(num_rows, 1)
+    table = pack_values(num_rows, seeds, top_p=0.5).to(device)
+    assert not sample(logits.to(device), table, rows, rows).token_ids.any()
+    # So near 1 the sum of the chunk and that of its tokens may lie on different sides of the drawn number.
+    logits = torch.randn(num_rows, 300, generator=torch.Generator().manual_seed(5))
+    logits[:, -9:] = -math.inf
+    table = pack_values(num_rows, LARGEST_UNIFORM).to(device)
+    tokens = sample(logits.to(device), table, rows, torch.zeros_like(rows)).token_ids
+    assert ((tokens > 200) & (tokens < 291)).all()
+
+
 def check_token_logprobs(
     compute: Callable[[Tensor, Tensor], TokenLogprobs],
     vocab_size: int,
@@ -407,6 +441,7 @@ def check_step_inputs(
     rows[0] = num_rows - 1
     token_ids = torch.randint(0, 1000, (sum(scheduled),), generator=generator, dtype=torch.int32)
     token_ids[:2] = -1
+    token_ids[2] = 0  # the smallest token is no mark
     computed = torch.randint(0, 200, (num_seqs,), generator=generator, dtype=torch.int32)
     arrays = rows, computed, torch.tensor(scheduled, dtype=torch.int32), token_ids
     given = (*(array.to(device) for array in arrays), block_tables, last_token, 16)

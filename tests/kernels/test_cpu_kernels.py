@@ -3,6 +3,7 @@
 import logging
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,7 +21,9 @@ from helpers.cpu_checks import (
     FP32,
     VARIANTS,
     Kind,
+    alike_tolerance,
     assert_attends_alike,
+    attend_after_storing,
     check_codes,
     check_packed_products,
     check_sampled_tokens,
@@ -28,9 +31,10 @@ from helpers.cpu_checks import (
     make_variant,
     rounding,
 )
-from helpers.kernel_cases import check_step_inputs, check_token_logprobs, pack_values
+from helpers.kernel_cases import check_edges_of_sampling, check_step_inputs, check_token_logprobs, pack_values
 from helpers.processes import is_alive, wait_for
 from helpers.tiny import draw_prompts
+from torch import Tensor
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.backends.cpu import backend as backend_module
@@ -40,6 +44,7 @@ from nanovllm.backends.cpu.backend import CpuBackend
 from nanovllm.backends.cpu.library import CpuLibrary, cpu_library
 from nanovllm.backends.torch_backend import OneDnnMatrix, TorchBackend
 from nanovllm.engine.plan import ROW_SAMPLING
+from nanovllm.ops.attention import KVCache
 from nanovllm.ops.norm_rope_store import NormRope
 from nanovllm.ops.sample import store_samples_reference
 from nanovllm.runner.head_inputs import HeadInputs
@@ -56,21 +61,21 @@ GRID = [
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cache")
+def library() -> CpuLibrary:
+    """The library in the user's cache, which every test of the engine shares."""
+    try:
+        return cpu_library()
+    except RuntimeError as error:
+        pytest.skip(str(error))
 
 
 @pytest.fixture(scope="module")
-def library(cache: Path) -> Iterator[CpuLibrary]:
-    """Compiled into a fresh cache folder: about three seconds."""
-    cpu_library.cache_clear()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(cache))
-        try:
-            built = cpu_library()
-        except RuntimeError as error:
-            pytest.skip(str(error))
-    yield built
+def cache(library: CpuLibrary, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A cache of its own that holds the library, for tests of what becomes of one."""
+    cache = tmp_path_factory.mktemp("cache")
+    (cache / "nanovllm").mkdir(mode=0o700)
+    shutil.copy(library.library._name, cache / "nanovllm")
+    yield cache
     cpu_library.cache_clear()
 
 
@@ -167,6 +172,37 @@ def test_attention_equals_the_reference_for_every_pair_of_values(
 def test_codes_and_scales_are_the_references_to_the_last_bit(backend: CpuBackend, dim: int, dtype: torch.dtype) -> None:
     """Heads of all magnitudes, zeros, the smallest numbers, infinities and NaN. Nothing is normed or rotated."""
     check_codes(backend, dim, dtype)
+
+
+@pytest.mark.parametrize("kv_dtype", [None, torch.int8], ids=str)
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+def test_padding_attends_to_nothing_and_is_zero(
+    backend: CpuBackend, dtype: torch.dtype, kv_dtype: torch.dtype | None
+) -> None:
+    for sinks in (None, make_variant((None, None, True), 4)):
+        out = attend_after_storing(backend, [1, 1, 1], [0, 5, 0], (64, 2, 16), dtype, kv_dtype or dtype, sinks)
+        assert not out[[0, 2]].any() and out[1].any()
+
+
+class TwiceBackend(CpuBackend):
+    """Attends to values with scales of NaN first, so that NaN is left wherever the kernel keeps scales."""
+
+    def attend(self, q: Tensor, cache: KVCache, *rest: Any) -> Tensor:
+        assert cache.value_scales is not None
+        super().attend(q, cache._replace(value_scales=torch.full_like(cache.value_scales, torch.nan)), *rest)
+        return super().attend(q, cache, *rest)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+def test_scales_of_keys_that_were_attended_to_before_change_nothing(library: CpuLibrary, dtype: torch.dtype) -> None:
+    how = ([1, 1, 1], [5, 70, 600], (64, 2, 64), dtype, torch.int8)
+    expected = attend_after_storing(TorchBackend(), *how)
+    got = attend_after_storing(TwiceBackend(), *how)
+    torch.testing.assert_close(got, expected, atol=alike_tolerance(dtype, torch.int8, None), rtol=0)
+
+
+def test_tokens_at_the_edges_of_the_rules_are_those_of_a_plain_search(backend: CpuBackend) -> None:
+    check_edges_of_sampling(backend.sample)
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32])

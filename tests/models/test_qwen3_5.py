@@ -20,6 +20,7 @@ from nanovllm.features.families.qwen3_5.ops import RowState
 from nanovllm.features.families.qwen3_5.states import count_rows_that_fit, fit_rows
 from nanovllm.load import make_quantizer, resolve_options
 from nanovllm.models.sizes import Sizes
+from nanovllm.runner.kv_memory import count_blocks
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "two value heads a key head": {},
@@ -253,6 +254,19 @@ def test_quantised_weights_leave_room_for_more_states(monkeypatch: pytest.Monkey
     estimates = [estimate(config, options, 12 << 30) for options in (dense, int8)]
     assert estimates[1].memory.weights == weights
     assert estimates[0].config.max_num_seqs < estimates[1].config.max_num_seqs < 512
+
+
+def test_states_that_do_not_fit_are_refused_with_the_number_of_rows(
+    folder: Path, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with LLM(folder, **OPTIONS) as llm:
+        runner = llm.engine.runner
+        least = runner.count_state_bytes()
+        monkeypatch.setattr(runner.backend, "free_memory", lambda: least - 1)
+        with pytest.raises(ValueError, match=rf"the states of {OPTIONS['max_num_seqs']} rows .* lower max_num_seqs"):
+            count_blocks(runner)
+        monkeypatch.setattr(runner.backend, "free_memory", lambda: max(least, 1 << 30))
+        assert count_blocks(runner) == OPTIONS["num_kvcache_blocks"]
 
 
 # ---- compiled kernels
