@@ -308,8 +308,8 @@ template <class T> inline int64_t rows_together(int64_t steps) {
 
 // One thread computes the columns of some panels of y[rows][out] = x[rows][in] W^T + bias. It takes as many rows at a
 // time as stay in the L2 cache, and multiplies them by one panel after another. Few rows are multiplied by two panels
-// at a time, which hides the latency of the multiply-add; AMX does not need that. If all rows are taken at once, the
-// left side of the thread's first piece serves its later ones.
+// at a time, which hides the latency of the multiply-add; AMX does not need that. The left side of the thread's first
+// piece serves its later ones: only a first piece may have more rows than are taken at once.
 template <class T>
 void multiply_panels(const typename T::element* x, const uint32_t* packed, const typename T::element* bias,
                      typename T::element* y, int64_t rows, int64_t in, int64_t out, Span panels) {
@@ -319,7 +319,7 @@ void multiply_panels(const typename T::element* x, const uint32_t* packed, const
     const AmxRegisters registers(rows, uses_amx<T>());
     row_pieces(rows, rows_together<T>(k * T::STEPS), [&](int64_t first, int64_t count) {
         auto* rows_left = cache_lines(left, (blocks * count + AMX_ROWS) * LEFT_ROW);
-        if (panels.is_first || count < rows) put_left<T>(x + first * in, count, in, rows_left);
+        if (panels.is_first) put_left<T>(x + first * in, count, in, rows_left);
         for (int64_t p = panels.begin; p < panels.end; p += together) {
             const int64_t n = std::min(together, panels.end - p), column = p * PANEL;
             multiply<T>(rows_left, count, k, packed + column * k, n, bias ? bias + column : nullptr,

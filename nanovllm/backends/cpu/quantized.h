@@ -437,7 +437,7 @@ void multiply_code_panels(const typename Q::left::element* x, const Quantized& m
     const AmxRegisters registers(rows, uses_amx<P>());
     row_pieces(rows, rows_together<typename Q::left>(m.chunks<Q>() * Q::STEPS), [&](int64_t first, int64_t count) {
         auto* rows_left = cache_lines(left, (blocks * count + AMX_ROWS) * LEFT_ROW);
-        if (panels.is_first || count < rows) {
+        if (panels.is_first) {
             put_left<P>(x + first * m.in, count, m.in, rows_left);
             input_sums.resize(std::max<size_t>(input_sums.size(), count * m.groups()));
             if (m.zeros) sum_groups<P>(x + first * m.in, count, m, input_sums.data());
