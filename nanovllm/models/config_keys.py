@@ -1,7 +1,9 @@
 """Checks the keys of config.json: one that changes the mathematics and that nobody reads would give wrong numbers."""
 
+import inspect
 import logging
 from collections.abc import Mapping
+from dataclasses import fields
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +22,7 @@ def list_names(text: str) -> frozenset[str]:
 
 READ = list_names(
     """
-    architectures model_type auto_map quantization_config compression_config dtype eos_token_id
+    architectures model_type quantization_config compression_config dtype eos_token_id
     hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim vocab_size
     hidden_act max_position_embeddings rms_norm_eps tie_word_embeddings initializer_range attention_bias mlp_bias
     sliding_window layer_types rope_parameters rope_theta partial_rotary_factor
@@ -38,15 +40,46 @@ TRANSLATED = list_names(
 
 HARMLESS = list_names(
     """
-    _name_or_path transformers_version id2label label2id num_labels problem_type return_dict
-    use_cache output_attentions output_hidden_states bos_token_id pad_token_id
-    attention_dropout output_router_logits router_aux_loss_coef pretraining_tp
+    transformers_version id2label label2id num_labels problem_type bos_token_id pad_token_id
+    attention_dropout router_aux_loss_coef pretraining_tp
     attn_output_gate mamba_ssm_dtype mtp_num_hidden_layers mtp_use_dedicated_embeddings
     """
 )
-"""The keys that change no logits: names, what transformers' own methods return, and what only training reads."""
+"""The keys that change no logits: names, and what only training reads."""
 
-KNOWN = READ | TRANSLATED | HARMLESS
+ASIDES = list_names(
+    """
+    auto_map model_impl is_headless native_refusal name_or_path _name_or_path _commit_hash
+    attn_implementation _attn_implementation _attn_implementation_internal _attn_implementation_autoset
+    experts_implementation _experts_implementation _experts_implementation_internal
+    return_dict use_return_dict use_cache torchscript output_attentions output_hidden_states output_router_logits
+    """
+)
+"""The keys that are no property of a model: whose code computes it, and what transformers' methods return."""
+
+KNOWN = READ | TRANSLATED | HARMLESS | ASIDES
+
+
+def drop_asides(data: Mapping[str, Any], config_class: "type[PretrainedConfig]") -> dict[str, Any]:
+    """Return the content of a config.json without what would choose code, at every level.
+
+    transformers' configuration takes any key as an attribute. So a key may also replace a method, or a private value:
+    of these a configuration gets only the ones that its class has as fields.
+    """
+    own = {field.name for field in fields(config_class)}
+
+    def is_passed_on(name: str) -> bool:
+        if name in own or name == "model_type":
+            return name not in ASIDES
+        found = inspect.getattr_static(config_class, name, None)
+        may_be_set = found is None or (isinstance(found, property) and found.fset is not None)
+        return may_be_set and name not in ASIDES and not name.startswith("_")
+
+    return {
+        name: drop_asides(value, config_class) if isinstance(value, dict) else value
+        for name, value in data.items()
+        if is_passed_on(name)
+    }
 
 
 def check_keys(data: Mapping[str, Any], config: "PretrainedConfig", source: str) -> None:

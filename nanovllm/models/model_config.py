@@ -9,7 +9,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.models.config_keys import check_keys
+from nanovllm.models.config_keys import check_keys, drop_asides
 from nanovllm.models.config_sizes import check_limits, check_sizes
 from nanovllm.utils.checks import as_number, quote, refuse
 
@@ -213,14 +213,16 @@ def load_model_config(data: dict[str, Any], source: str, model_impl: str = "auto
     # Without its LM head the architecture Qwen3ForCausalLM is called Qwen3Model.
     names = [re.sub("Model$", "ForCausalLM", name) for name in architectures if isinstance(name, str)]
     architecture = next((name for name in names if name in FAMILIES), None)
-    model_impl = data.get("model_impl", model_impl)
     auto_map = data.get("auto_map") or {}
     if not isinstance(auto_map, dict) or any(str(name).startswith("AutoModel") for name in auto_map):
         raise ValueError(f"{source} has an auto_map: it needs code of its own, and code from models is never run here")
     check_limits(data, source)
     data = read_quantization(read_dtypes(data, source))
+    if architecture is None and model_impl == "nanovllm":
+        supported = describe_support(architectures, source)
+        raise ValueError(f'{supported}; model_impl="auto" also runs causal models by transformers\' code')
     if architecture is None or model_impl == "transformers":
-        return resolve_name(OTHERS.check)(data | {"model_impl": model_impl}, source)
+        return resolve_name(OTHERS.check)(data, source)
     class_name = FAMILIES[architecture].config_class
     config_class = getattr(transformers, class_name, None)
     if config_class is None:
@@ -230,16 +232,32 @@ def load_model_config(data: dict[str, Any], source: str, model_impl: str = "auto
         raise refuse(
             data["model_type"], f"{source}: model_type", f'"{config_class.model_type}", as {architecture} has it'
         )
-    try:
-        config = config_class.from_dict(dict(data))
-        if getattr(config, "head_dim", None) is None:
-            config.head_dim = config.hidden_size // config.num_attention_heads
-    except Exception as error:  # transformers validates with exceptions of many libraries
-        raise ValueError(f"{source} is not a valid {architecture} configuration: {error}") from error
+    config = read_values(data, config_class, source)
+    if getattr(config, "head_dim", None) is None:
+        config.head_dim = config.hidden_size // max(config.num_attention_heads, 1)  # `_check` refuses 0 heads
     _check(config, source)
     resolve_name(find_family(config).check)(config, source)
     check_keys(data, config, source)
     return config
+
+
+def describe_support(architectures: list[Any], source: str) -> str:
+    """Return which architectures a config.json names, and which have code here: the beginning of a refusal."""
+    named = ", ".join(map(quote, architectures)) or "no architecture"
+    return f"{source} names {named}; supported are: {', '.join(FAMILIES)}"
+
+
+def read_values(data: dict[str, Any], config_class: "type[PretrainedConfig]", source: str) -> "PretrainedConfig":
+    """Return the configuration that transformers makes of the content of a config.json; ValueError if it makes none.
+
+    What would choose code is left out: see `drop_asides`.
+    """
+    try:
+        return config_class.from_dict(drop_asides(config_class._decode_special_floats(data), config_class))
+    except Exception as error:  # transformers validates with exceptions of many libraries
+        told = " ".join(str(error).split())
+        kind = quote(config_class.model_type)
+        raise ValueError(f"{source} is not a valid configuration of {kind}: {told}") from error
 
 
 def is_headless(config: "PretrainedConfig") -> bool:

@@ -14,15 +14,18 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.any_models import compare, save_any
 from helpers.paths import BOX_MODEL
 from helpers.quantized import CHECKPOINTS, save_quantised
-from helpers.tiny import edit_json, save_random
+from helpers.tiny import CROWDED, edit_json, save_random
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import Qwen3MoeForCausalLM
+from transformers import GemmaConfig, GemmaForCausalLM, Qwen3MoeForCausalLM, modeling_utils
+from transformers.integrations import hub_kernels
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.models.model_config import load_model_config
+from nanovllm.models.model_config import FAMILIES, OTHERS, find_family, load_model_config
+from nanovllm.models.sizes import Sizes
 
 OPTIONS: dict[str, Any] = {"dtype": "float32", "max_model_len": 64, "kvcache_memory_bytes": 8 << 20}
 
@@ -63,6 +66,87 @@ def test_code_in_a_model_folder_is_never_run_nor_asked_about(
     except ValueError as error:
         assert "tokenizer" in str(error)
     assert not asked and not marker.exists()
+
+
+@pytest.fixture
+def fetched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names that a stand-in for the package kernels was asked for: it would fetch native code and import it."""
+    names: list[str] = []
+
+    def fetch(name: str, **_: Any) -> None:
+        names.append(name)
+        raise OSError
+
+    for module in (hub_kernels, modeling_utils):
+        monkeypatch.setattr(module, "is_kernels_available", lambda: True)
+    monkeypatch.setattr(hub_kernels, "get_kernel_hub", fetch, raising=False)
+    return names
+
+
+ATTENTION: tuple[Any, ...] = ("evil/kernel", "flash_attention_2", "paged|evil/kernel", "sdpa", {"": "evil/kernel"}, 7)
+EXPERTS: tuple[Any, ...] = ("evil/kernel", "deepgemm", "sonicmoe", "grouped_mm", 7)
+CHOOSING_CODE: list[dict[str, Any]] = [
+    *({key: value} for key in ("_attn_implementation", "attn_implementation") for value in ATTENTION),
+    *({key: value} for key in ("_experts_implementation", "experts_implementation") for value in EXPERTS),
+    {"_attn_implementation_internal": "evil/kernel", "_experts_implementation_internal": "deepgemm"},
+    {"per_layer_config": {"0": {"_attn_implementation": "evil/kernel"}}},
+    {"use_kernels": True, "kernel_config": {"RMSNorm": "evil/kernel:RMSNorm"}},
+    {"auto_map": {"AutoConfig": "evil.Config"}, "_name_or_path": "evil/kernel", "custom_generate": "evil/kernel"},
+    {"model_impl": "nanovllm", "is_headless": True, "_auto_class": "evil", "__class__": "evil"},
+    {"to_json_string": 5, "to_dict": 5, "get_text_config": 5, "sub_configs": {"text": 5}, "attribute_map": {"a": "b"}},
+]
+
+
+@pytest.mark.parametrize("nested", [False, True], ids=["", "in text_config"])
+@pytest.mark.parametrize("changes", CHOOSING_CODE, ids=[str(changes)[:50] for changes in CHOOSING_CODE])
+def test_no_key_of_config_json_chooses_code(changes: dict[str, Any], nested: bool, fetched: list[str]) -> None:
+    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
+    data = {
+        "architectures": ["MixtralForCausalLM"],
+        "model_type": "mixtral",
+        "num_local_experts": 4,
+        **sizes,
+        **changes,
+    }
+    plain = load_model_config({"text_config": data, "model_type": "x"} if nested else data, "config.json")
+    model = Sizes(plain).model.hf
+    assert model.config._attn_implementation == "nanovllm"
+    assert model.config._experts_implementation == "batched_mm"
+    assert not fetched
+    assert json.loads(plain.to_json_string())["hidden_size"] == 64
+
+
+def test_the_stand_in_for_kernels_would_see_what_a_config_names(fetched: list[str]) -> None:
+    config = GemmaConfig(vocab_size=10, hidden_size=8, num_hidden_layers=0)
+    for name in ("evil/kernel", "flash_attention_2"):
+        with pytest.raises((OSError, ValueError, ImportError)):
+            GemmaForCausalLM._from_config(config, attn_implementation=name)
+    assert fetched == ["evil/kernel", "kernels-community/flash-attn2"]
+
+
+def test_model_impl_of_a_config_does_not_win_over_the_user_s(folder: Path) -> None:
+    for given, family in (("nanovllm", "Qwen3ForCausalLM"), ("auto", "Qwen3ForCausalLM"), ("transformers", "")):
+        for own in ("nanovllm", "transformers", "evil"):
+            config = load_model_config({**BOX_CONFIG, "model_impl": own}, "config.json", given)
+            assert find_family(config) is FAMILIES.get(family, OTHERS)
+    data = {"architectures": ["GemmaForCausalLM"], "model_type": "gemma", "model_impl": "transformers"}
+    with pytest.raises(ValueError, match='model_impl="auto" also runs'):
+        load_model_config(data, "config.json", "nanovllm")
+
+
+RESULTS: dict[str, Any] = {
+    **{"return_dict": False, "use_return_dict": False, "torchscript": True, "use_cache": True},
+    **{"output_attentions": True, "output_hidden_states": True, "output_router_logits": True},
+}
+
+
+@pytest.mark.parametrize("name", ["Gemma2ForCausalLM", "OPTForCausalLM", "MixtralForCausalLM"])
+def test_what_transformers_methods_return_is_no_matter_of_the_folder(name: str, tmp_path: Path) -> None:
+    model = save_any(tmp_path, name)
+    for changes in ({"return_dict": False}, RESULTS):
+        edit_json(tmp_path / "config.json", **changes)
+        with LLM(tmp_path, **CROWDED | {"attention_backend": "torch"}) as llm:
+            assert compare(model, llm).num_equal == 216
 
 
 @pytest.mark.parametrize(

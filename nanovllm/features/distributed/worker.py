@@ -101,7 +101,7 @@ def follow(start: dict[str, Any], meeting: Path, send: Callable[..., None]) -> N
     torch.get_device_module(device.type).set_device(device)
     is_pipeline = config.pipeline_parallel_size > 1
     group = GroupParallel(start["rank"], config.num_ranks, config.distributed_backend, device, is_pipeline)
-    hf_config = load_model_config(start["hf_config"], "rank 0")
+    hf_config = load_model_config(start["hf_config"], "rank 0", config.model_impl)
     make = partial(make_runner, config, hf_config, start["folder"])
     if is_pipeline:
         report = None if config.trace is None else lambda span: send(span=span)

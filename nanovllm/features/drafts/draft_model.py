@@ -146,7 +146,7 @@ def read_draft(config: ResolvedConfig) -> tuple[ResolvedConfig, "PretrainedConfi
     draft = config.draft or {}
     own = ResolvedConfig(**draft["config"] | {"device": config.device})
     folder = None if draft["folder"] is None else ModelFolder(Path(draft["folder"]))
-    return own, load_model_config(draft["hf_config"], own.model), folder
+    return own, load_model_config(draft["hf_config"], own.model, own.model_impl), folder
 
 
 def check_same_ids(tokenizer: Tokenizer | None, other: Tokenizer | None) -> None:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from nanovllm.config import EngineConfig, ResolvedConfig
 from nanovllm.models.layers.weights import Quantizer
+from nanovllm.models.model_config import describe_support, read_values
 from nanovllm.models.sizes import Sizes
-from nanovllm.utils.checks import quote
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 PRIVATE = (
     "transformers.core_model_loading.revert_weight_conversion",
     "transformers.initialization.no_init_weights",
+    "transformers.integrations.hub_kernels.get_kernel",
     "transformers.masking_utils.find_packed_sequence_indices",
 )
 """The names of what is used of transformers, and is not public. All of it is used at load."""
@@ -45,21 +46,11 @@ def find_class(config: "PretrainedConfig") -> Any:
 def make_config(data: dict[str, Any], source: str) -> "PretrainedConfig":
     """Make the configuration that data, the content of config.json, describes. `Family.check` of other families checks.
 
-    Args:
-        data: "model_impl" in it is the option of this name.
-
     Raises:
-        ValueError: transformers has no such causal model, or model_impl asks for this engine's code.
+        ValueError: transformers has no such causal model.
     """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    from nanovllm.models.model_config import FAMILIES
-
-    architectures = data.get("architectures") or []
-    named = ", ".join(map(quote, architectures)) or "no architecture"
-    supported = f"{source} names {named}; supported are: {', '.join(FAMILIES)}"
-    if data["model_impl"] == "nanovllm":
-        raise ValueError(f'{supported}; model_impl="auto" also runs causal models by transformers\' code')
     for name in PRIVATE:
         try:
             resolve_name(name)
@@ -69,18 +60,16 @@ def make_config(data: dict[str, Any], source: str) -> "PretrainedConfig":
                 f"{source}: transformers {version} has no {name}, which loading this model needs: install one of the "
                 "versions 5.8 to 5.24, which were tested in part"
             ) from error
+    architectures = data.get("architectures") or []
     kind = data.get("model_type")
     config: Any = None
     if isinstance(kind, str) and kind in CONFIG_MAPPING:
-        try:
-            config_class = CONFIG_MAPPING[kind]
-            config = config_class.from_dict(config_class._decode_special_floats(data))
-        except Exception as error:  # transformers validates with exceptions of many libraries
-            told = " ".join(str(error).split())
-            raise ValueError(f"{source} is not a valid configuration of {quote(kind)}: {told}") from error
+        config = read_values(data, CONFIG_MAPPING[kind], source)
     model_class = None if config is None else find_class(config)
     if model_class is None or not names_causal_model(architectures, model_class.__name__):
-        raise ValueError(f"{supported}, and what transformers has in its table of causal models")
+        raise ValueError(
+            f"{describe_support(architectures, source)}, and what transformers has in its table of causal models"
+        )
     if hasattr(config, "per_layer_config"):
         config.allow_global_per_layer_attribute_access = True
     config.model_impl = "transformers"

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 
 from nanovllm.backends import Backend, LayerCache
 from nanovllm.config import ResolvedConfig
 from nanovllm.features.families.any_causal.attend import DRY_RUN, NAME, Step, recording, register
+from nanovllm.features.families.any_causal.building import build
 from nanovllm.features.families.any_causal.layers import Embedding, Head, Swap, find_scale, list_leaves
 from nanovllm.features.families.any_causal.whole import take_whole
 from nanovllm.models.layers.embedding import LMHead
@@ -40,24 +40,6 @@ IGNORED = r"\.rotary_emb\.inv_freq$"
 
 META = "meta tensor"
 """Words of torch's errors for a tensor without values whose values are read."""
-
-
-@contextmanager
-def parameters_on_meta() -> Iterator[None]:
-    """Within, parameters are made without memory, and buffers (angles, factors) with their values."""
-    from transformers.initialization import no_init_weights
-
-    def move(module: nn.Module, name: str, value: nn.Parameter | None) -> nn.Parameter | None:
-        if value is None or value.is_meta:  # a parameter that is tied stays the same one
-            return value
-        return nn.Parameter(value.to("meta"), requires_grad=False)
-
-    hook = register_module_parameter_registration_hook(move)  # type: ignore[arg-type]  # torch's type is wrong
-    try:
-        with no_init_weights(), torch.device("cpu"):
-            yield
-    finally:
-        hook.remove()
 
 
 @contextmanager
@@ -161,19 +143,10 @@ class AnyDecoder(nn.Module):
 
     def __init__(self, config: "PretrainedConfig") -> None:
         super().__init__()
-        from transformers import AutoModelForCausalLM
-
         register()
         self.backend: Backend = MetaBackend("meta")
         self.most_positions: int | None = None
-        config = copy.deepcopy(config)
-        config._experts_implementation = "batched_mm"  # theirs, for mixtures that are not ours: it reads no values
-        try:
-            with parameters_on_meta():
-                self.hf = AutoModelForCausalLM.from_config(config, dtype=torch.get_default_dtype()).eval()
-                self.hf.tie_weights()
-        except Exception as error:  # whatever their code raises for values that contradict each other
-            raise ValueError(f"transformers cannot make a model of {type(config).__name__}: {error}") from error
+        self.hf = build(copy.deepcopy(config))
         patterns = [IGNORED, *(self.hf._keys_to_ignore_on_load_unexpected or ())]
         self._ignored = re.compile("|".join(patterns))
         self.step = Step()
