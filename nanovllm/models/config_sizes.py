@@ -7,10 +7,16 @@ would take all memory, or run for hours, before any tensor showed that it is wro
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.utils.checks import quote
+from nanovllm.utils.checks import as_number, quote
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+
+MOST_POSITIONS = (1 << 31) - 1
+"""The most positions: they have 32 bits."""
+
+MOST_ROWS = 1 << 20
+"""The most positions of a model that does not compute angles from them."""
 
 MOST = {
     "num_hidden_layers": 1 << 11,
@@ -32,21 +38,56 @@ MOST = {
     "linear_value_head_dim": 1 << 12,
     "linear_conv_kernel_dim": 1 << 8,
     "num_labels": 1 << 20,  # transformers makes a list of names
+    "max_position_embeddings": MOST_POSITIONS,
 }
 """The largest value of each size: several times that of any model. 64 bits hold the bytes of a tensor of such sizes."""
 
 
-def check_limits(data: Mapping[str, Any], source: str) -> None:
-    """Raise a ValueError for a size beyond its limit. What is no number is left to transformers.
+def check_limits(data: Mapping[str, Any], names: Mapping[str, str], source: str) -> None:
+    """Raise a ValueError for a size beyond its limit, at any level. What is no number is left to transformers.
 
     Args:
-        data: the content of config.json.
+        data: the content of config.json, or of a configuration that transformers made of it.
+        names: {one of the names above: the name that a family has for it}, for those with another one.
         source: where it comes from, for messages.
     """
-    for name, most in MOST.items():
-        value = data.get(name)
-        if isinstance(value, (int, float)) and value > most:
-            raise ValueError(f"{source}: {name} is {quote(value)}; it must be at most {most}")
+    for size, most in MOST.items():
+        for name in {size, names.get(size, size)}:
+            value = data.get(name)
+            for number in value if isinstance(value, list) else (value,):  # some have one for each layer
+                if isinstance(number, (int, float)) and number > most:
+                    raise ValueError(f"{source}: {name} is {quote(number)}; it must be at most {most}")
+    for value in data.values():
+        if isinstance(value, dict):
+            check_limits(value, names, source)
+
+
+def check_positions(config: "PretrainedConfig", source: str) -> None:
+    """Raise a ValueError for more positions than the engine, or transformers' code, can count or keep a table of."""
+    length = stretch_length(config, source)
+    if not length <= MOST_POSITIONS:
+        raise ValueError(
+            f"{source}: factor times original_max_position_embeddings of the rope parameters is {length:.4g}; it must "
+            f"be at most {MOST_POSITIONS}"
+        )
+    learned = getattr(config, "max_position_embeddings", None) or 0
+    if not hasattr(config, "rope_parameters") and learned > MOST_ROWS:
+        name = config.attribute_map.get("max_position_embeddings", "max_position_embeddings")
+        raise ValueError(
+            f"{source}: {name} is {learned}; it must be at most {MOST_ROWS}, for the model has a row for each position"
+        )
+
+
+def stretch_length(config: "PretrainedConfig", source: str = "config.json") -> float:
+    """Return the positions that yarn stretches the original length of a model to; 0 where there is no such rope."""
+    rope = getattr(config, "rope_parameters", None)
+    if not isinstance(rope, dict) or rope.get("rope_type") != "yarn":
+        return 0.0
+    factor, original = (rope.get(name) for name in ("factor", "original_max_position_embeddings"))
+    if not original:
+        return 0.0
+    named = f"{source}: {{}} of the rope parameters"
+    return as_number(factor, named.format("factor")) * as_number(original, named.format("original length"))
 
 
 def check_sizes(config: "PretrainedConfig", source: str) -> None:

@@ -10,7 +10,7 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.models.config_keys import check_keys, drop_asides
-from nanovllm.models.config_sizes import check_limits, check_sizes
+from nanovllm.models.config_sizes import check_limits, check_positions, check_sizes, stretch_length
 from nanovllm.utils.checks import as_number, quote, refuse
 
 if TYPE_CHECKING:
@@ -216,7 +216,6 @@ def load_model_config(data: dict[str, Any], source: str, model_impl: str = "auto
     auto_map = data.get("auto_map") or {}
     if not isinstance(auto_map, dict) or any(str(name).startswith("AutoModel") for name in auto_map):
         raise ValueError(f"{source} has an auto_map: it needs code of its own, and code from models is never run here")
-    check_limits(data, source)
     data = read_quantization(read_dtypes(data, source))
     if architecture is None and model_impl == "nanovllm":
         supported = describe_support(architectures, source)
@@ -250,14 +249,21 @@ def describe_support(architectures: list[Any], source: str) -> str:
 def read_values(data: dict[str, Any], config_class: "type[PretrainedConfig]", source: str) -> "PretrainedConfig":
     """Return the configuration that transformers makes of the content of a config.json; ValueError if it makes none.
 
-    What would choose code is left out: see `drop_asides`.
+    What would choose code is left out: see `drop_asides`. Sizes are bounded before transformers reads them, for it
+    makes lists as long as some of them, and afterwards, for it computes some.
     """
+    names = config_class.attribute_map
+    check_limits(data, names, source)
     try:
-        return config_class.from_dict(drop_asides(config_class._decode_special_floats(data), config_class))
+        config = config_class.from_dict(drop_asides(config_class._decode_special_floats(data), config_class))
+        made = config.to_dict()
     except Exception as error:  # transformers validates with exceptions of many libraries
         told = " ".join(str(error).split())
         kind = quote(config_class.model_type)
         raise ValueError(f"{source} is not a valid configuration of {kind}: {told}") from error
+    check_limits(made, names, source)
+    check_positions(config, source)
+    return config
 
 
 def is_headless(config: "PretrainedConfig") -> bool:
@@ -370,8 +376,6 @@ def limit_length(config: "PretrainedConfig", asked: int | None) -> int:
 
     None asks for all of that length.
     """
-    rope = getattr(config, "rope_parameters", None) or {}
     most = int(getattr(config, "max_position_embeddings", None) or asked or 4096)
-    if rope.get("rope_type") == "yarn" and rope.get("original_max_position_embeddings"):  # yarn stretches this length
-        most = max(most, int(rope["factor"] * rope["original_max_position_embeddings"]))
+    most = max(most, int(stretch_length(config)))
     return most if asked is None else min(asked, most)

@@ -68,10 +68,33 @@ def count_blocks(runner: "ModelRunner") -> int:
     return blocks_that_fit(budget, block_bytes, config.block_size, least)
 
 
+def bound_length(runner: "ModelRunner") -> ResolvedConfig:
+    """Return a runner's configuration with a max_model_len that its KV cache can have room for, at best.
+
+    A model may say that it is made for any number of positions. Tables are made before the cache is, so long that no
+    cache needs longer ones.
+
+    Raises:
+        ValueError: the user gave a longer one.
+    """
+    config = runner.config
+    num_blocks = config.num_kvcache_blocks
+    if num_blocks is None:
+        budget = config.kvcache_memory_bytes
+        if budget is None:
+            budget = runner.backend.room_beside(0, config.gpu_memory_utilization)
+        block_bytes = runner.count_block_bytes()
+        num_blocks = budget // block_bytes if block_bytes else config.max_blocks_per_seq
+    if config.has_given_length:
+        check_pool(num_blocks, config.block_size, config.max_model_len)
+        return config
+    return replace(config, max_model_len=min(config.max_model_len, max(num_blocks, 1) * config.block_size))
+
+
 def fit_length(config: ResolvedConfig, num_blocks: int) -> ResolvedConfig:
     """Return the configuration of an engine whose KV cache has so many blocks.
 
-    If the user gave no max_model_len, it becomes as long as the cache can hold. Tables stay as large as they are made.
+    If the user gave no max_model_len, it becomes as long as the cache can hold. Tables stay as they are made.
     """
     most = num_blocks * config.block_size
     if config.has_given_length or most >= config.max_model_len:

@@ -19,6 +19,7 @@ from nanovllm.models.weight_reader import allocate
 from nanovllm.ops.step_inputs import StepInputs
 from nanovllm.runner.device_rows import DeviceRows
 from nanovllm.runner.head_inputs import HeadInputs
+from nanovllm.runner.kv_memory import bound_length
 from nanovllm.runner.logprobs import start_logprobs
 from nanovllm.runner.sampler import Sampler, StepEdits, choose_samples
 from nanovllm.runner.step_handle import StepHandle
@@ -78,6 +79,7 @@ class ModelRunner:
         self.backend = make_backend(config.attention_backend, self.device)
         self.sizes = Sizes(hf_config, parallel.size, decoder)
         self.sizes.backend.head_dims = self.backend.head_dims  # type: ignore[misc]  # of this backend alone
+        self.config = config = bound_length(self)
         self.quantizer = quantizer
         self.decoder = decoder
         self._read_weights = read_weights

@@ -9,18 +9,24 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from helpers.hybrids import save_hub_form
 from helpers.quantized import CHECKPOINTS, run, save_quantised
 from helpers.tiny import SMALL, draw_prompts, edit_json, greedy, save_random
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, Qwen3_5ForConditionalGeneration
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.features.families.any_causal import building
 from nanovllm.models import model_folder
 from nanovllm.models.config_sizes import MOST
-from nanovllm.models.model_config import load_model_config
+from nanovllm.models.model_config import limit_length, load_model_config, read_values
 from nanovllm.models.model_folder import ModelFolder
+from nanovllm.models.sizes import Sizes
+from nanovllm.utils import memory
 
 OPTIONS = SMALL | {"device": "cpu", "attention_backend": "torch"}
 PROMPTS = draw_prompts([3, 20])
@@ -409,6 +415,94 @@ def test_a_size_that_no_model_has_is_refused_before_anything_is_made(name: str, 
     edit_json(llama / "config.json", **{name: number, "layer_types": None})
     for options in ({}, {"load_format": "dummy"}):
         assert f"config.json: {name} is " in fail(llama, **options)
+
+
+def test_a_size_is_limited_by_whatever_name_a_family_has_for_it() -> None:
+    """transformers' classes say under which name they have each size."""
+    num_renamed = 0
+    for kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        config_class = CONFIG_MAPPING[kind]
+        for size in MOST.keys() & config_class.attribute_map.keys():
+            name = config_class.attribute_map[size]
+            with pytest.raises(ValueError, match=rf"config\.json: {name} is 9000000000; it must be at most"):
+                read_values({"model_type": kind, name: 9 * 10**9}, config_class, "config.json")
+            num_renamed += 1
+    assert num_renamed > 100
+
+
+@pytest.mark.parametrize("level", ["per_layer_config", "list", "plain"])
+def test_a_size_is_limited_at_every_level(level: str) -> None:
+    data: dict[str, Any] = {"architectures": ["Gemma3nForCausalLM"], "model_type": "gemma3n_text"}
+    size = {"intermediate_size": 10**9}
+    found = {"per_layer_config": {"0": size}} if level == "per_layer_config" else size
+    found = {"intermediate_size": [64, 10**9]} if level == "list" else found
+    with pytest.raises(ValueError, match="intermediate_size is 1000000000; it must be at most 1048576"):
+        load_model_config(data | found, "config.json")
+
+
+SMALL_GPT = {"n_embd": 32, "n_head": 4, "n_layer": 1, "vocab_size": 64}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "positions", "words"),
+    [
+        (
+            "GPT2LMHeadModel",
+            10**9,
+            "n_positions is 1000000000; it must be at most 1048576, for the model has a row for",
+        ),
+        ("GPTJForCausalLM", 10**9, "n_positions is 1000000000; it must be at most"),
+        ("GPTBigCodeForCausalLM", 10**6, r"its table transformer\.bias would take 10{12} bytes; it may take"),
+    ],
+)
+def test_tables_of_many_positions_are_refused_before_they_take_memory(
+    architecture: str, positions: int, words: str
+) -> None:
+    kind = getattr(transformers, architecture).config_class.model_type
+    data = {"architectures": [architecture], "model_type": kind, "n_positions": positions, "rotary_dim": 8, **SMALL_GPT}
+    with pytest.raises(ValueError, match=words):
+        Sizes(load_model_config(data, "config.json"))
+
+
+def test_a_model_of_more_tensors_than_any_has_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_positions": 64, **SMALL_GPT}
+    config = load_model_config(data, "config.json")
+    monkeypatch.setattr(building, "MOST_PARAMETERS", 15)
+    with pytest.raises(ValueError, match="it has more than 15 tensors"):
+        Sizes(config)
+    monkeypatch.setattr(building, "MOST_PARAMETERS", 17)  # the head's comes before it is tied
+    assert Sizes(config).num_parameters
+
+
+@pytest.mark.parametrize("factor", [1e308, 1e300, 1e17, 1e8, "4.0", None])
+@pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "Gemma2ForCausalLM"])
+def test_a_rope_stretched_beyond_what_counts_positions_is_refused(factor: Any, architecture: str) -> None:
+    kind = getattr(transformers, architecture).config_class.model_type
+    rope = {"rope_type": "yarn", "factor": factor, "rope_theta": 1e4, "original_max_position_embeddings": 64}
+    data = {"architectures": [architecture], "model_type": kind, "rope_parameters": rope}
+    with pytest.raises(ValueError, match=r"config\.json.* factor"):
+        load_model_config(data, "config.json")
+    config = load_model_config(data | {"rope_parameters": rope | {"factor": 4.0}}, "config.json")
+    assert limit_length(config, None) >= 256
+
+
+@pytest.mark.parametrize("pool", [{"num_kvcache_blocks": 8}, {"kvcache_memory_bytes": 1 << 20}, {}], ids=str)
+def test_tables_of_positions_are_as_long_as_the_pool_needs(
+    pool: dict[str, int], llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "CPU_CACHE_LIMIT", 1 << 21)
+    right = say(llama)
+    edit_json(llama / "config.json", max_position_embeddings=2 * 10**9)
+    options = {"dtype": "float32", "device": "cpu", "attention_backend": "torch", "kvcache_block_size": 16}
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    with LLM(llama, **options | pool) as llm:
+        num_tokens = llm.engine.scheduler.block_manager.num_blocks * 16
+        assert llm.max_model_len == num_tokens
+        assert len(llm.engine.runner.model.cos_sin) == num_tokens
+        assert llm.engine.runner.device_rows.block_tables.shape[1] == num_tokens // 16
+        assert [output["token_ids"] for output in llm.generate(PROMPTS, params, use_tqdm=False)] == right
+    with pytest.raises(ValueError, match="one sequence of max_model_len=2000000 needs"):
+        LLM(llama, **options | {"max_model_len": 2000000} | pool)
 
 
 @pytest.mark.parametrize("name", ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "head_dim"])
