@@ -49,7 +49,7 @@ HARMLESS = list_names(
 
 ASIDES = list_names(
     """
-    auto_map model_impl is_headless native_refusal name_or_path _name_or_path _commit_hash
+    auto_map whole_model_type model_impl native_refusal name_or_path _name_or_path _commit_hash
     attn_implementation _attn_implementation _attn_implementation_internal _attn_implementation_autoset
     experts_implementation _experts_implementation _experts_implementation_internal
     return_dict use_return_dict use_cache torchscript output_attentions output_hidden_states output_router_logits

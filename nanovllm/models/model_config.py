@@ -140,7 +140,10 @@ def take_text_config(data: dict[str, Any]) -> dict[str, Any]:
     text = data.get("text_config")
     if not isinstance(text, dict):
         return data
-    outer = {name: data[name] for name in ("architectures", "tie_word_embeddings", "auto_map") if name in data}
+    outer: dict[str, Any] = {
+        name: data[name] for name in ("architectures", "tie_word_embeddings", "auto_map") if name in data
+    }
+    outer["whole_model_type"] = data.get("model_type")
     if text.get("tie_word_embeddings") is True:
         outer["tie_word_embeddings"] = True
     own = ("dtype", "torch_dtype", "quantization_config", "compression_config", "eos_token_id")
@@ -210,12 +213,8 @@ def load_model_config(data: dict[str, Any], source: str, model_impl: str = "auto
     architectures = data.get("architectures") or []
     if not isinstance(architectures, list):
         raise ValueError(f"{source}: architectures is {quote(architectures)}; it must be a list")
-    # Without its LM head the architecture Qwen3ForCausalLM is called Qwen3Model.
-    names = [re.sub("Model$", "ForCausalLM", name) for name in architectures if isinstance(name, str)]
-    architecture = next((name for name in names if name in FAMILIES), None)
-    auto_map = data.get("auto_map") or {}
-    if not isinstance(auto_map, dict) or any(str(name).startswith("AutoModel") for name in auto_map):
-        raise ValueError(f"{source} has an auto_map: it needs code of its own, and code from models is never run here")
+    refuse_own_code(data, source)
+    architecture = find_row(architectures, data.get("model_type"))
     data = read_quantization(read_dtypes(data, source))
     if architecture is None and model_impl == "nanovllm":
         supported = describe_support(architectures, source)
@@ -238,6 +237,64 @@ def load_model_config(data: dict[str, Any], source: str, model_impl: str = "auto
     resolve_name(find_family(config).check)(config, source)
     check_keys(data, config, source)
     return config
+
+
+def refuse_own_code(data: dict[str, Any], source: str) -> None:
+    """Raise a ValueError if a model needs code from its folder, which its auto_map names.
+
+    transformers has the code of many models whose folders still have their own. It goes by model_type.
+    """
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    auto_map = data.get("auto_map") or {}
+    if not isinstance(auto_map, dict):
+        raise refuse(auto_map, f"{source}: auto_map", "an object")
+    kind = data.get("whole_model_type", data.get("model_type"))
+    if any(str(name).startswith("AutoModel") for name in auto_map) and str(kind) not in CONFIG_MAPPING_NAMES:
+        raise ValueError(
+            f"{source}: model_type {quote(kind)} is not in transformers' table, and auto_map names code of the model's "
+            "own: code from models is never run here"
+        )
+
+
+def find_row(architectures: list[Any], kind: Any) -> str | None:
+    """Return the row of `FAMILIES` that a config.json names; None if it names none.
+
+    Args:
+        kind: its model_type. transformers goes by it, so it decides where the architecture is spelled otherwise.
+    """
+    # Without its LM head the architecture Qwen3ForCausalLM is called Qwen3Model.
+    names = [re.sub("Model$", "ForCausalLM", name) for name in architectures if isinstance(name, str)]
+    named = next((name for name in names if name in FAMILIES), None)
+    if named is not None or not isinstance(kind, str):
+        return named
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    own = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind)
+    has_pictures = bool(names) and names[0].endswith("ForConditionalGeneration")
+    is_spelling = own in FAMILIES and not has_pictures and names_causal_model(architectures, own)
+    return own if is_spelling else None
+
+
+def names_causal_model(architectures: list[Any], causal: str) -> bool:
+    """Return whether a config.json names a causal model: with its LM head, without it, or beside parts for pictures.
+
+    transformers goes by model_type, so the name may be spelled in any way, but it may not be the one of another model.
+
+    Args:
+        causal: the name of transformers' class. A class for scores, for example, has another name.
+    """
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    if not architectures:
+        return True
+    name = str(architectures[0])
+    if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
+        return name == causal
+    if name.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")):
+        return True
+    stem = re.sub("ForCausalLM$|LMHeadModel$", "", causal)
+    return name.lower() in (f"{stem}Model".lower(), f"{stem}TextModel".lower())
 
 
 def describe_support(architectures: list[Any], source: str) -> str:
@@ -267,8 +324,9 @@ def read_values(data: dict[str, Any], config_class: "type[PretrainedConfig]", so
 
 
 def is_headless(config: "PretrainedConfig") -> bool:
-    """Return whether the architecture has no LM head, so that the model can only embed."""
-    return bool(getattr(config, "is_headless", not any(name in FAMILIES for name in config.architectures or FAMILIES)))
+    """Return whether the architecture has no LM head, so that the model can only embed: it is called Qwen3Model."""
+    names = [str(name) for name in config.architectures or ()]
+    return bool(names) and all(name.endswith("Model") and not name.endswith("LMHeadModel") for name in names)
 
 
 def _check(config: "PretrainedConfig", source: str) -> None:

@@ -446,9 +446,11 @@ def test_vllms_and_nano_vllms_neutral_and_harmless_options_change_nothing(random
 
 def test_code_from_models_never_runs_and_a_folder_that_needs_it_is_refused(checkpoint: Path, reciter: Path) -> None:
     (checkpoint / "evil.py").write_text("raise SystemExit('it ran')")
-    edit_json(checkpoint / "config.json", auto_map={"AutoModelForCausalLM": "evil.Model"})
-    with pytest.raises(ValueError, match=r"auto_map.*code"):
+    edit_json(checkpoint / "config.json", auto_map={"AutoModelForCausalLM": "evil.Model"}, model_type="evil")
+    with pytest.raises(ValueError, match=r"model_type 'evil' is not in transformers' table, and auto_map names code"):
         LLM(checkpoint, trust_remote_code=True, **OPTIONS)  # type: ignore[call-arg]
+    edit_json(checkpoint / "config.json", model_type="qwen3")
+    LLM(checkpoint, trust_remote_code=True, **OPTIONS).close()  # type: ignore[call-arg]
     shutil.copytree(reciter, checkpoint, dirs_exist_ok=True)
     (checkpoint / "tokenizer.json").unlink()
     edit_json(

@@ -15,7 +15,7 @@ import transformers
 from helpers.adapters import save_adapter
 from helpers.any_models import CASES, compare, make_config, run_case, save_any
 from helpers.quantized import CHECKPOINTS, round_rows, run, save_quantised, save_with
-from helpers.tiny import CROWDED, draw_prompts, edit_json, save_random
+from helpers.tiny import CROWDED, draw_prompts, edit_json, make_tokenizer, save_random
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import masking_utils
@@ -29,7 +29,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.apps.cli import main
 from nanovllm.apps.doctor import describe
 from nanovllm.backends.cpu.backend import CpuBackend
-from nanovllm.features.families.any_causal import attend, config, decoder, layers, proof
+from nanovllm.features.families.any_causal import attend, building, config, decoder, layers, proof
 from nanovllm.features.families.any_causal.decoder import AnyDecoder, last_built
 from nanovllm.features.families.any_causal.whole import WholeAttention
 from nanovllm.models.model_config import OTHERS, find_family, load_model_config
@@ -269,7 +269,7 @@ def test_a_tied_model_takes_all_weights_of_a_trainer(name: str, tmp_path: Path) 
 
 @pytest.mark.parametrize("name", CASES)
 def test_head_and_embedding_have_the_names_that_checkpoints_have(name: str) -> None:
-    with decoder.parameters_on_meta():
+    with building.parameters_on_meta():
         model = getattr(transformers, name)(make_config(name, tie_word_embeddings=False))
     names = revert_weight_conversion(model, model.state_dict())
     assert set(config.name_ends(model.config)) <= names.keys()
@@ -515,6 +515,48 @@ def test_replicas_say_the_same(tmp_path: Path) -> None:
         assert generate(llm) == alone
 
 
+# ---- names
+
+
+SPELLINGS: dict[str, tuple[str, list[str] | None]] = {
+    "PhiMoE": ("PhimoeForCausalLM", ["PhiMoEForCausalLM"]),
+    "another stem": ("Gemma2ForCausalLM", ["MyGemmaForCausalLM"]),
+    "no names": ("Gemma2ForCausalLM", None),
+    "a native family": ("LlamaForCausalLM", ["LLaMAForCausalLM"]),
+    "a native family without names": ("Qwen3ForCausalLM", []),
+}
+
+
+@pytest.mark.parametrize("case", SPELLINGS)
+def test_model_type_decides_however_the_architecture_is_spelled(case: str, tmp_path: Path) -> None:
+    name, spelling = SPELLINGS[case]
+    model = save_any(tmp_path, name)
+    edit_json(tmp_path / "config.json", architectures=spelling)
+    with LLM(tmp_path, **OPTIONS) as llm:
+        assert compare(model, llm).num_equal == 216
+        assert (find_family(llm.engine.runner.hf_config) is OTHERS) == (not case.startswith("a native"))
+
+
+@pytest.mark.parametrize("name", ["Phi3ForCausalLM", "DeepseekV3ForCausalLM", "Qwen3ForCausalLM"])
+def test_a_folder_s_own_code_does_not_run_where_transformers_has_the_class(name: str, tmp_path: Path) -> None:
+    model = save_any(tmp_path, name)
+    make_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    marker = tmp_path / "ran"
+    for file in ("own.py", "modeling_own.py", "configuration_own.py", "custom_generate/generate.py"):
+        path = tmp_path / file
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(f"import pathlib\npathlib.Path({str(marker)!r}).touch()\n")
+    own = {f"Auto{kind}": f"own.{kind}" for kind in ("Config", "Model", "ModelForCausalLM")}
+    edit_json(tmp_path / "config.json", auto_map={**own, "AutoTokenizer": "someone/else"}, trust_remote_code=True)
+    settings = {"auto_map": {"AutoTokenizer": ["own.Own", None]}, "tokenizer_class": "PreTrainedTokenizerFast"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"custom_generate": "custom_generate"}))
+    with LLM(tmp_path, **OPTIONS) as llm:
+        assert compare(model, llm).num_equal == 216
+        assert llm.engine.tokenizer is not None
+    assert not marker.exists()
+
+
 # ---- refusals
 
 
@@ -582,9 +624,9 @@ REFUSED: dict[str, tuple[Callable[[], Any], str, dict[str, Any], dict[str, Any],
     "code from the model's folder": (
         lambda: transformers.Gemma3TextConfig(**SMALL),
         "Gemma3ForCausalLM",
-        {"auto_map": {"AutoModelForCausalLM": "modeling.Mine"}},
+        {"auto_map": {"AutoModelForCausalLM": "modeling.Mine"}, "model_type": "mine"},
         {},
-        "auto_map.*code from models is never run here",
+        "model_type 'mine' is not in transformers' table, and auto_map.*code from models is never run here",
     ),
     "no causal model": (
         lambda: transformers.Gemma3TextConfig(**SMALL),
@@ -598,7 +640,14 @@ REFUSED: dict[str, tuple[Callable[[], Any], str, dict[str, Any], dict[str, Any],
         "NewForCausalLM",
         {"model_type": "new"},
         {},
-        "names 'NewForCausalLM'; supported are: ",
+        "names 'NewForCausalLM'; supported are: .* causal models; there model_type 'new' is not",
+    ),
+    "the architecture of another model": (
+        lambda: transformers.Gemma3TextConfig(**SMALL),
+        "CohereForCausalLM",
+        {},
+        {},
+        "names 'CohereForCausalLM'; .* there model_type 'gemma3_text' is Gemma3ForCausalLM",
     ),
     "values that transformers refuses": (
         lambda: transformers.Gemma3TextConfig(**SMALL),

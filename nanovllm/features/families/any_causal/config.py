@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from nanovllm.config import EngineConfig, ResolvedConfig
 from nanovllm.models.layers.weights import Quantizer
-from nanovllm.models.model_config import describe_support, read_values
+from nanovllm.models.model_config import describe_support, names_causal_model, read_values
 from nanovllm.models.sizes import Sizes
+from nanovllm.utils.checks import quote
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -68,25 +69,14 @@ def make_config(data: dict[str, Any], source: str) -> "PretrainedConfig":
     model_class = None if config is None else find_class(config)
     if model_class is None or not names_causal_model(architectures, model_class.__name__):
         raise ValueError(
-            f"{describe_support(architectures, source)}, and what transformers has in its table of causal models"
+            f"{describe_support(architectures, source)}, and what transformers has in its table of causal models; "
+            f"there model_type {quote(kind)} is {'not' if model_class is None else model_class.__name__}"
         )
     if hasattr(config, "per_layer_config"):
         config.allow_global_per_layer_attribute_access = True
     config.model_impl = "transformers"
-    config.is_headless = bool(re.search("(?<!LMHead)Model$", architectures[0]))
     made: PretrainedConfig = config
     return made
-
-
-def names_causal_model(architectures: list[Any], causal: str) -> bool:
-    """Return whether a config.json names a causal model: with its LM head, without it, or beside parts for pictures.
-
-    Args:
-        causal: the name of transformers' class. A class for scores, for example, has another name.
-    """
-    name = str(architectures[0]) if architectures else ""
-    stem = re.sub("ForCausalLM$|LMHeadModel$", "", causal)
-    return name in (causal, f"{stem}Model", f"{stem}TextModel") or name.endswith("ForConditionalGeneration")
 
 
 def name_tensors(names: Iterable[str], config: "PretrainedConfig") -> dict[str, str]:
