@@ -168,6 +168,17 @@ def pack_int8(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
     return {"weight": (made.numbers - 128).to(torch.int8), "weight_scale": made.scales}, made.mean()
 
 
+def pack_int8_matrix(weight: Tensor, zero: int | None) -> tuple[dict[str, Tensor], Tensor]:
+    """Pack a matrix with one scale, and one zero if it has any."""
+    scale = weight.abs().max().view(1) / 100
+    middle = zero or 0
+    codes = ((weight / scale).round() + middle).to(torch.int8)
+    tensors = {"weight": codes, "weight_scale": scale}
+    if zero is not None:
+        tensors["weight_zero_point"] = torch.tensor([zero], dtype=torch.int8)
+    return tensors, (codes.float() - middle) * scale
+
+
 def pack_fp8(weight: Tensor, rows: int, columns: int, suffix: str) -> tuple[dict[str, Tensor], Tensor]:
     out, size = weight.shape
     scales = torch.empty(ceil_div(out, rows), ceil_div(size, columns))
@@ -212,6 +223,14 @@ CHECKPOINTS: dict[str, tuple[dict[str, object], Pack]] = {
     "int8 w8a8": (
         PACKED | {"format": "int-quantized"} | scheme(num_bits=8, strategy="channel", symmetric=True, group_size=None),
         pack_int8,
+    ),
+    "int8 matrices": (
+        PACKED | {"format": "int-quantized"} | scheme(num_bits=8, strategy="tensor", symmetric=True),
+        lambda weight: pack_int8_matrix(weight, None),
+    ),
+    "int8 matrices with zeros": (
+        PACKED | {"format": "int-quantized"} | scheme(num_bits=8, strategy="tensor", symmetric=False),
+        lambda weight: pack_int8_matrix(weight, -9),
     ),
     "fp8 blocks": (FP8, lambda weight: pack_fp8(weight, 16, 32, "_scale_inv")),
     "fp8 rows": (

@@ -126,6 +126,17 @@ def test_what_loops_pack_is_unpacked(
         assert torch.equal(codes.dequantize(), made.mean())
 
 
+def test_every_spelling_of_an_order_of_columns_says_whether_the_checkpoint_has_one() -> None:
+    """compressed-tensors saves weight_g_idx for "group" and its other name "dynamic", and not for "weight"."""
+    for spelling, has_order in (
+        *(("group", True), ("dynamic", True), (True, True)),
+        *(("weight", False), ("static", False), (False, False), (None, False)),
+    ):
+        config = scheme(num_bits=4, strategy="group", group_size=32, symmetric=True, actorder=spelling)
+        found = read(CHECKPOINTS["packed"][0] | config).list_tensors("x", (), 64, 64)
+        assert ("weight_g_idx" in found) == has_order
+
+
 def test_zeros_of_gptq_that_borrowed_are_whole_again() -> None:
     """A zero of 0 is stored as -1, which takes one from its neighbour's bits. Adding to the word gives it back."""
     zeros = torch.tensor([[0, 3, 0, 0, 15, 1, 0, 8]])
@@ -417,6 +428,7 @@ REFUSED = {
     "format is 'nvfp4-pack-quantized'": CHECKPOINTS["packed"][0] | {"format": "nvfp4-pack-quantized"},
     "num_bits is 3": CHECKPOINTS["packed"][0] | scheme(num_bits=3, strategy="channel"),
     "strategy is 'tensor'": CHECKPOINTS["packed"][0] | scheme(num_bits=4, strategy="tensor"),
+    "actorder is 'sideways'": CHECKPOINTS["packed"][0] | scheme(num_bits=4, strategy="channel", actorder="sideways"),
     "transform_config": CHECKPOINTS["packed"][0] | {"transform_config": {"config_groups": {}}},
     "fmt is 'e5m2'": CHECKPOINTS["fp8 blocks"][0] | {"fmt": "e5m2"},
     "config_groups must have": {"quant_method": "compressed-tensors", "format": "pack-quantized"},

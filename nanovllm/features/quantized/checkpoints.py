@@ -27,6 +27,10 @@ FP8_CODES = "fp8-codes"
 SCALE_DTYPES = ("F32", "F16", "BF16")
 INTEGERS = ("I32", "I64")
 
+ORDERED = ("group", "dynamic", True)
+UNORDERED = ("weight", "static", False, None)
+"""compressed-tensors' spellings of actorder: with the first ones a checkpoint has weight_g_idx."""
+
 
 @dataclass(frozen=True)
 class Awq(Format):
@@ -124,27 +128,30 @@ class PackQuantized(Format):
 
 @dataclass(frozen=True)
 class IntQuantized(Format):
-    """compressed-tensors' int-quantized: int8 with a scale for each row. No scale of activations is read.
+    """compressed-tensors' int-quantized: int8. No scale of activations is read.
 
     Attributes:
         has_input_scales: whether the checkpoint has scales of activations, the same for all tokens.
+        has_one_scale: whether the checkpoint has one scale for a matrix. In memory each row has it.
     """
 
     has_input_scales: bool = False
+    has_one_scale: bool = False
 
     suffixes: ClassVar[tuple[str, ...]] = ("weight_scale", "weight_zero_point")
 
     def list_tensors(self, prefix: str, names: Collection[str], out: int, size: int) -> RawTensors:
-        groups = self.count_groups(size)
-        tensors: RawTensors = {"weight": ((out, size), ("I8",)), "weight_scale": ((out, groups), SCALE_DTYPES)}
+        shape = (1,) if self.has_one_scale else (out, self.count_groups(size))
+        tensors: RawTensors = {"weight": ((out, size), ("I8",)), "weight_scale": (shape, SCALE_DTYPES)}
         if self.has_zeros:
-            tensors["weight_zero_point"] = ((out, groups), ("I8",))
+            tensors["weight_zero_point"] = (shape, ("I8",))
         return tensors
 
     def convert(self, tensors: Mapping[str, Tensor], out: int, size: int) -> Codes:
+        groups = self.count_groups(size)
+        scales = tensors["weight_scale"].to(torch.float32).expand(out, groups)
         zeros = tensors.get("weight_zero_point")
-        scales = tensors["weight_scale"].to(torch.float32)
-        zeros = None if zeros is None else zeros.to(torch.int16)
+        zeros = None if zeros is None else zeros.to(torch.int16).expand(out, groups)
         return Codes(8, tensors["weight"], scales, zeros, self.group_size or size)
 
 
@@ -410,17 +417,21 @@ def _read_compressed(data: Config) -> Format:
         _check({"strategy": strategy}, "strategy", None, ("tensor", "channel", "block"))
         block = {"tensor": (0, 0), "channel": (1, 0), "block": _read_block(scheme.get("block_structure"))}[strategy]
         return ScaledFloat8("compressed-tensors", bits=16, block=block)
-    _check({"strategy": strategy}, "strategy", None, ("channel", "group"))
+    is_packed = layout == "pack-quantized"
+    strategies = ("channel", "group") if is_packed else ("tensor", "channel", "group")
+    _check({"strategy": strategy}, "strategy", None, strategies)
     size = _read_group_size(scheme) if strategy == "group" else None
     has_zeros = not scheme.get("symmetric", True)
-    if layout == "pack-quantized":
+    if is_packed:
         bits = _check(scheme, "num_bits", None, (4, 8))
-        has_order = scheme.get("actorder") in ("group", True)
+        has_order = _check(scheme, "actorder", None, (*ORDERED, *UNORDERED)) in ORDERED
         return PackQuantized("compressed-tensors", bits, size, has_zeros, has_order=has_order)
     _check(scheme, "num_bits", None, (8,))
     inputs = _read_mapping(groups[0], "input_activations")
     return IntQuantized(
-        "compressed-tensors", 8, size, has_zeros, has_input_scales=bool(inputs) and not inputs.get("dynamic")
+        *("compressed-tensors", 8, size, has_zeros),
+        has_input_scales=bool(inputs) and not inputs.get("dynamic"),
+        has_one_scale=strategy == "tensor",
     )
 
 
