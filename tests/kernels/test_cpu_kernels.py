@@ -44,7 +44,7 @@ from nanovllm.backends.cpu.backend import CpuBackend
 from nanovllm.backends.cpu.library import CpuLibrary, cpu_library
 from nanovllm.backends.torch_backend import OneDnnMatrix, TorchBackend
 from nanovllm.engine.plan import ROW_SAMPLING
-from nanovllm.ops.attention import KVCache
+from nanovllm.ops.attention import AttentionVariant, KVCache
 from nanovllm.ops.norm_rope_store import NormRope
 from nanovllm.ops.sample import store_samples_reference
 from nanovllm.runner.head_inputs import HeadInputs
@@ -152,6 +152,13 @@ def test_attention_over_what_was_stored_equals_the_reference(
     """Plain attention, and one variant for each shape."""
     for variant in (None, make_variant(kind, 2 * shape[1])):
         assert_attends_alike(backend, shape, dtype, kv_dtype, variant)
+
+
+@pytest.mark.parametrize("kv_dtype", [None, torch.int8], ids=str)
+def test_a_cap_above_the_scores_loses_no_precision(backend: CpuBackend, kv_dtype: torch.dtype | None) -> None:
+    """Scores are a few units, so larger caps change ever less. torch's own tanh is the oracle."""
+    for softcap in (20.0, 300.0, 1e4, 1e7, 3e38):
+        assert_attends_alike(backend, (64, 4, 64), FP32, kv_dtype, AttentionVariant(softcap=softcap))
 
 
 @pytest.mark.slow

@@ -262,6 +262,14 @@ def test_windows_caps_and_sinks_are_the_references(
         assert_attends(case, TritonBackend(), attention_tolerance(dtype))
 
 
+@pytest.mark.parametrize(("softcap", "kv_dtype"), [(300.0, None), (1e4, torch.int8), (3e38, None)])
+def test_a_cap_above_the_scores_loses_no_precision(softcap: float, kv_dtype: torch.dtype | None) -> None:
+    """Scores are a few units, so larger caps change ever less. torch's own tanh is the oracle."""
+    for query_lens, seq_lens in (([1, 1], [40, 7]), ([1, 20], [9, 40])):
+        case = attention_case(query_lens, seq_lens, 32, 2, 16, torch.float32, kv_dtype=kv_dtype or torch.float32)
+        assert_attends(vary_case(case, None, softcap, False), TritonBackend(), attention_tolerance(torch.float32))
+
+
 @pytest.mark.parametrize(
     ("query_lens", "seq_lens", "kv_dtype", "num_tiles"),
     [

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -701,6 +702,54 @@ def test_what_cannot_be_exact_is_refused_at_load_in_a_sentence(name: str, tmp_pa
     with pytest.raises(ValueError, match=message) as refused:
         LLM(tmp_path, **OPTIONS | {"load_format": "dummy"} | options)
     assert "\n" not in str(refused.value)
+
+
+NO_NUMBERS: list[tuple[str, dict[str, Any], str]] = [
+    *(
+        ("Gemma2ForCausalLM", {name: value}, f"{name} is .*; it must be above 0 and finite")
+        for name in ("attn_logit_softcapping", "final_logit_softcapping")
+        for value in (math.nan, math.inf, -math.inf, -50.0, 0.0, 1e-40, 1e39)
+    ),
+    ("LagunaForCausalLM", {"moe_router_logit_softcapping": -1.0}, "moe_router_logit_softcapping is -1.0"),
+    *(
+        ("LlamaForCausalLM", {"rope_parameters": {"rope_type": "default", "rope_theta": value}}, "rope_theta")
+        for value in (0.0, math.nan, math.inf, -1e4)
+    ),
+    *(
+        (
+            "LlamaForCausalLM",
+            {"rope_parameters": {"rope_type": kind, "rope_theta": 1e4, "factor": 0.0, **more}},
+            "factors",
+        )
+        for kind, more in (
+            ("linear", {}),
+            ("llama3", {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}),
+        )
+    ),
+    (
+        "Gemma3ForCausalLM",
+        {
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+                "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 0.0},
+            }
+        },
+        "full_attention_inv_freq.* are not finite",
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "changes", "message"), NO_NUMBERS, ids=str)
+def test_numbers_with_which_nothing_can_be_computed_are_refused(
+    name: str, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        AnyDecoder(make_config(name, **changes))
+
+
+def test_a_cap_of_0_that_a_class_has_by_itself_means_none() -> None:
+    assert make_config("LagunaForCausalLM").moe_router_logit_softcapping == 0.0
+    AnyDecoder(make_config("LagunaForCausalLM"))
 
 
 def test_a_large_mixture_that_the_kernels_do_not_compute_is_refused(

@@ -125,10 +125,14 @@ ALWAYS_INLINE void score_tile(const CachedHead<T, CODES>& head, int64_t rows, Ti
     }
 }
 
-// Computes softcap * tanh(s / softcap). tanh(x) is 1 - 2 / (exp(2 x) + 1), and 1 where exp would overflow. NaN stays.
+// Computes softcap * tanh(s / softcap). tanh(x) is 1 - 2 / (exp(2 x) + 1), and 1 where exp would overflow. Where x is
+// small, that would be a difference of numbers near 1, so the first terms of the series are taken: x - x^3 / 3 + 2 x^5 /
+// 15. They multiply s itself, which loses nothing if softcap is huge. NaN stays.
 ALWAYS_INLINE rf cap_scores(rf s, float softcap) {
-    const rf twice = -maximum(rf{} - 88.0f, s * (-2.0f / softcap));
-    return softcap - 2.0f * softcap / (exp(twice) + 1.0f);
+    const rf x = s * (1.0f / softcap), square = x * x;
+    const rf small = s * (1.0f - square * (1.0f / 3 - square * (2.0f / 15)));
+    const rf twice = -maximum(rf{} - 88.0f, x * -2.0f);
+    return select_less(square, 0.01f, small, softcap * (1.0f - 2.0f / (exp(twice) + 1.0f)));
 }
 
 // Step 2: scales the scores, makes those of keys that the query does not see -infinity, and finds the maximum of each

@@ -34,11 +34,15 @@ def start_softmax(sinks_ptr, head, has_sink):
 def cap_scores(scores, SOFTCAP: tl.constexpr):
     """Return scores under a soft cap, which is SOFTCAP * tanh(score / SOFTCAP); or scores as they are without a cap.
 
-    tanh(x) is 1 - 2 / (exp(2x) + 1). Where exp overflows, that is 1.
+    tanh(x) is 1 - 2 / (exp(2x) + 1). Where exp overflows, that is 1. Where x is small, it would be a difference of
+    numbers near 1, so the first terms of the series are taken: x - x^3 / 3 + 2x^5 / 15. They multiply the score itself.
     """
     if SOFTCAP is not None:
-        limit: tl.constexpr = SOFTCAP * _LOG2_E
-        scores = limit - 2.0 * limit / (tl.exp2(scores * (2.0 / SOFTCAP)) + 1.0)
+        x = scores * (1.0 / (SOFTCAP * _LOG2_E))
+        square = x * x
+        small = scores * (1.0 - square * (1.0 / 3 - square * (2.0 / 15)))
+        large = (1.0 - 2.0 / (tl.exp2(scores * (2.0 / SOFTCAP)) + 1.0)) * SOFTCAP * _LOG2_E
+        scores = tl.where(square < 0.01, small, large)
     return scores
 
 

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanovllm.backends import Backend, CacheSize, KVCache, LayerCache
+from nanovllm.features.families.any_causal.numbers import check_cap
 from nanovllm.ops.attention import AttentionVariant
 from nanovllm.ops.norm_rope_store import NormRope
 from nanovllm.ops.step_inputs import StepInputs
@@ -261,6 +262,8 @@ def record(
         )
     if getattr(module, "is_causal", True) is False or others.get("is_causal") is False:
         raise ValueError("its attention is not causal: tokens see later ones")
+    if softcap is not None:
+        check_cap(softcap, "the cap of its attention's scores")
     if any(layer.module is module for layer in calls):
         raise ValueError("several of its layers share a module of attention")
     if query.shape[1] % key.shape[1]:

@@ -21,6 +21,7 @@ from nanovllm.config import ResolvedConfig
 from nanovllm.features.families.any_causal.attend import DRY_RUN, NAME, Step, recording, register
 from nanovllm.features.families.any_causal.building import build
 from nanovllm.features.families.any_causal.layers import Embedding, Head, Swap, find_scale, list_leaves
+from nanovllm.features.families.any_causal.numbers import check_numbers
 from nanovllm.features.families.any_causal.whole import take_whole
 from nanovllm.models.layers.embedding import LMHead
 from nanovllm.models.layers.linear import MatrixModule
@@ -151,6 +152,7 @@ class AnyDecoder(nn.Module):
         self._ignored = re.compile("|".join(patterns))
         self.step = Step()
         try:
+            check_numbers(config, self.hf)
             refuse_states(self.hf)
             self._prepare_buffers()
             self._fix_angles()
