@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers
 from helpers.adapters import save_adapter
 from helpers.any_models import CASES, compare, make_config, run_case, save_any
@@ -22,6 +23,7 @@ from torch import Tensor
 from transformers import masking_utils
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.gemma import modeling_gemma
 from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaAttention
@@ -148,6 +150,18 @@ class CountsPositions(LlamaAttention):
         return super().forward(hidden_states * scales[None, :, None], position_embeddings, attention_mask, **named)
 
 
+class ReadsPositions(LlamaAttention):
+    """Scales queries by the positions that its layer gives it, from some position on."""
+
+    names = ("position_ids", "cache_position")
+
+    def forward(self, hidden_states: Tensor, position_embeddings: Any, attention_mask: Any = None, **named: Any) -> Any:
+        found = [named[name] for name in self.names if named.get(name) is not None]
+        if found:
+            hidden_states = hidden_states * (1 + found[0].reshape(1, -1, 1) // 8192)
+        return super().forward(hidden_states, position_embeddings, attention_mask, **named)
+
+
 class TakesScale(LlamaAttention):
     """Has an argument that a layer may give, or not."""
 
@@ -163,7 +177,7 @@ class TakesScale(LlamaAttention):
         return super().forward(hidden_states, position_embeddings, attention_mask, **named)
 
 
-@pytest.mark.parametrize("kind", [CountsPositions, TakesScale])
+@pytest.mark.parametrize("kind", [CountsPositions, ReadsPositions, TakesScale])
 def test_a_module_that_may_do_more_than_the_trial_sees_stays_transformers_code(
     kind: type, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -171,6 +185,44 @@ def test_a_module_that_may_do_more_than_the_trial_sees_stays_transformers_code(
     for layer in AnyDecoder(make_config("LlamaForCausalLM")).layers:
         assert type(layer.self_attn.module) is kind
         assert "forward" not in layer.self_attn.module.__dict__
+
+
+DIFFERENCES: dict[str, tuple[Any, Any]] = {
+    "a child's class": (torch.nn.SiLU(), torch.nn.GELU()),
+    "a child's setting": (torch.nn.SiLU(), torch.nn.Threshold(0.5, 0.0)),
+    "a child's child": (torch.nn.Sequential(torch.nn.SiLU()), torch.nn.Sequential(torch.nn.ReLU())),
+    "a tuple": ((1.0, 1.0), (1.0, 0.5)),
+    "a list in a dict": ({"factors": [1.0]}, {"factors": [0.5]}),
+    "a function": (F.silu, F.gelu),
+    "a tensor": (torch.ones(2), torch.zeros(2)),
+}
+
+
+@pytest.mark.parametrize("name", DIFFERENCES)
+def test_modules_are_alike_only_if_all_parts_of_them_are(name: str) -> None:
+    first, second = DIFFERENCES[name]
+    own = make_config("LlamaForCausalLM")
+    modules = [modeling_llama.LlamaMLP(own) for _ in range(3)]
+    for module, part in zip(modules, (first, second, first), strict=True):
+        module.part = part
+    described = [layers.describe(module.to("meta")) for module in modules]
+    assert described[0] != described[1]
+    assert described[0] == described[2]
+    assert len(set(described)) == 2
+
+
+def test_an_mlp_with_another_activation_stays_transformers_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first layer's MLP is tried, and the second one's is not alike."""
+    init = modeling_llama.LlamaDecoderLayer.__init__
+
+    def change(self: Any, config: Any, layer_idx: int) -> None:
+        init(self, config, layer_idx)
+        if layer_idx == 1:
+            self.mlp.act_fn = torch.nn.GELU()
+
+    monkeypatch.setattr(modeling_llama.LlamaDecoderLayer, "__init__", change)
+    body: Any = AnyDecoder(make_config("LlamaForCausalLM")).body
+    assert [isinstance(layer.mlp, layers.SwiGLU) for layer in body.layers] == [True, False]
 
 
 def test_a_module_that_gets_more_than_the_trial_gave_stays_transformers_code(
@@ -568,6 +620,17 @@ def save_config(folder: Path, config: Any, architecture: str, **changes: Any) ->
 
 
 SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 500}
+V4 = {
+    **{
+        "head_dim": 32,
+        "qk_rope_head_dim": 16,
+        "q_lora_rank": 48,
+        "o_groups": 2,
+        "o_lora_rank": 32,
+        "index_head_dim": 16,
+    },
+    **{"index_n_heads": 4, "index_topk": 16, "moe_intermediate_size": 32, "n_routed_experts": 4, "num_hash_layers": 0},
+}
 REFUSED: dict[str, tuple[Callable[[], Any], str, dict[str, Any], dict[str, Any], str]] = {
     "a state beside attention": (
         lambda: transformers.FalconH1Config(**SMALL, mamba_d_ssm=64, mamba_n_heads=4),
@@ -582,6 +645,20 @@ REFUSED: dict[str, tuple[Callable[[], Any], str, dict[str, Any], dict[str, Any],
         {},
         {},
         "keeps a state from token to token",
+    ),
+    "keys of many tokens": (
+        lambda: transformers.DeepseekV4Config(**SMALL, **V4, compress_ratios=[0, 128]),
+        "DeepseekV4ForCausalLM",
+        {},
+        {},
+        "layers.1.self_attn.compressor compresses keys and values of many tokens",
+    ),
+    "a cache of its own": (
+        lambda: transformers.DeepseekV4Config(**SMALL, **V4, compress_ratios=[0, 0]),
+        "DeepseekV4ForCausalLM",
+        {},
+        {},
+        "it has a cache of its own .DeepseekV4",
     ),
     "attention of its own": (
         lambda: transformers.BloomConfig(n_layer=2, n_head=4, hidden_size=64, vocab_size=500),
@@ -781,8 +858,8 @@ def test_a_model_is_built_once_for_an_engine(tmp_path: Path, monkeypatch: pytest
 
 
 @contextmanager
-def forgetting() -> Iterator[list[attend.AttentionLayer]]:
-    with attend.recording() as calls:
+def forgetting(num_tokens: int) -> Iterator[list[attend.AttentionLayer]]:
+    with attend.recording(num_tokens) as calls:
         yield calls
         calls.pop()
 
@@ -793,6 +870,57 @@ def test_a_layer_that_does_not_attend_is_refused(tmp_path: Path, monkeypatch: py
     last_built.clear()
     with pytest.raises(ValueError, match=r"cannot run .*: 1 of 2 layers call transformers' attention function"):
         LLM(tmp_path, **OPTIONS | {"model_impl": "transformers"})
+
+
+class Compresses(LlamaAttention):
+    """Adds a key for each 100 tokens, if there are so many. The first one is as good as any: no number is looked at."""
+
+    def forward(self, hidden_states: Tensor, position_embeddings: Any, attention_mask: Any = None, **named: Any) -> Any:
+        count = hidden_states.shape[1] // 100
+        own = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
+
+        def attend_more(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **more: Any) -> Any:
+            return own(module, q, torch.cat((k[:, :, :count], k), 2), torch.cat((v[:, :, :count], v), 2), mask, **more)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(ALL_ATTENTION_FUNCTIONS, self.config._attn_implementation, attend_more)
+            return super().forward(hidden_states, position_embeddings, attention_mask, **named)
+
+
+class Slides(LlamaAttention):
+    """Has a cap in long texts alone."""
+
+    def forward(self, hidden_states: Tensor, *given: Any, **named: Any) -> Any:
+        if hidden_states.shape[1] > 512:
+            named["softcap"] = 30.0
+        return super().forward(hidden_states, *given, **named)
+
+
+class CutsPieces(LlamaAttention):
+    """Attends within pieces of 100 tokens."""
+
+    def forward(self, hidden_states: Tensor, position_embeddings: Any, attention_mask: Any = None, **named: Any) -> Any:
+        num_pieces = max(hidden_states.shape[1] // 100, 1)
+        pieces = hidden_states.view(num_pieces, -1, hidden_states.shape[2])
+        angles = tuple(part[:, : pieces.shape[1]] for part in position_embeddings)
+        attended, weights = super().forward(pieces, angles, attention_mask, **named)
+        return attended.reshape(hidden_states.shape), weights
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (Compresses, "in a text of 600 tokens its attention has 606 queries, keys or values"),
+        (Slides, "ask for another attention in a long text than in a short one"),
+        (CutsPieces, "cut a text into pieces"),
+    ],
+)
+def test_what_only_long_texts_show_is_refused(kind: type, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of them does in a short text what Llama's attention does."""
+    monkeypatch.setattr(modeling_llama, "LlamaAttention", kind)
+    AnyDecoder(make_config("LlamaForCausalLM", max_position_embeddings=64))
+    with pytest.raises(ValueError, match=message):
+        AnyDecoder(make_config("LlamaForCausalLM", max_position_embeddings=2048))
 
 
 def test_a_head_or_an_embedding_of_another_kind_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -846,7 +974,7 @@ def call(mask: Any = None, module: torch.nn.Module | None = None, **arguments: A
 
 def test_a_call_that_asks_for_something_unknown_is_refused() -> None:
     module = torch.nn.Module()
-    with attend.recording() as calls:
+    with attend.recording(2) as calls:
         call(dropout=0.0, position_ids=torch.zeros(1), softcap=None, alibi=None)
         with pytest.raises(ValueError, match="takes alibi, which this engine does not know"):
             call(alibi=torch.zeros(2))
@@ -866,7 +994,8 @@ def test_masks_are_asked_what_they_show() -> None:
     causal = masking_utils.causal_mask_function
 
     def ask(function: Callable[..., Any]) -> attend.Mask:
-        return attend.describe_mask(mask_function=function)
+        with attend.recording(2):
+            return attend.describe_mask(mask_function=function)
 
     assert ask(causal) == attend.Mask(None)
     window = masking_utils.and_masks(masking_utils.sliding_window_overlay(300), causal)
@@ -904,6 +1033,12 @@ def break_shared_keys(layer: Any, *arguments: Any) -> Tensor:
     return REAL(layer, *arguments)
 
 
+def break_far_scale(layer: Any, q: Tensor, scale: float, sinks: Tensor | None = None) -> Tensor:
+    """Compute with another scale where a sequence has more than 128 tokens."""
+    is_far = int(layer.step.inputs[layer.form].seq_lens.max()) > 128
+    return REAL(layer, q, 1.5 * scale if is_far else scale, sinks)
+
+
 def forward_from_zero(model: AnyDecoder, inputs: Any, caches: Any) -> Tensor:
     """Compute a step whose positions begin with 0, whatever was computed before."""
     positions = torch.arange(len(inputs.positions), dtype=torch.int32)
@@ -914,6 +1049,7 @@ def forward_from_zero(model: AnyDecoder, inputs: Any, caches: Any) -> Tensor:
     ("name", "wrong"),
     [
         ("Gemma2ForCausalLM", break_scale),
+        ("Gemma2ForCausalLM", break_far_scale),
         ("Gemma2ForCausalLM", break_cap),
         ("GptOssForCausalLM", break_sinks),
         ("Gemma3nForCausalLM", break_shared_keys),

@@ -7,7 +7,7 @@ wants. Nothing is read from config.json, which may say something else.
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -100,6 +100,7 @@ class AttentionLayer:
         self.dim = max(self.key_dim, self.value_dim)
         self.head_dim = max(1 << (self.dim - 1).bit_length(), 32)
         self.group = self.num_heads // self.kv_heads
+        self.sizes = sizes
         self.variant = variant
         self.backend = Backend()
         self.step = Step()
@@ -125,6 +126,16 @@ class AttentionLayer:
         if not self.step.inputs or self.source != self.number or position_embeddings is None:
             return False
         return bool(self.value_dim == self.stored_dim == position_embeddings[0].shape[-1])
+
+    def asks_like(self, other: "AttentionLayer") -> bool:
+        """Return whether this layer and another, of another text, ask for the same attention of the same module."""
+        window, softcap, sinks = self.variant or AttentionVariant()
+        other_window, other_softcap, other_sinks = other.variant or AttentionVariant()
+        return (
+            self.module is other.module
+            and (self.source, self.sizes) == (other.source, other.sizes)
+            and (window, softcap, sinks is None) == (other_window, other_softcap, other_sinks is None)
+        )
 
     def make_cache(self, size: CacheSize, dtype: torch.dtype, device: torch.device) -> KVCache:
         """Return the blocks of this layer, empty. A layer that reads another layer's keys and values has none."""
@@ -199,12 +210,17 @@ class Mask:
     Attributes:
         window: a token sees so many tokens, itself included; None: all tokens up to itself.
         refusal: why the mask cannot be had here; "" if it can. Some models make masks that no layer reads.
+        num_tokens: the tokens of the text that runs.
     """
 
     window: int | None
     refusal: str = ""
+    num_tokens: int = 2
     ndim = 4
-    shape = (1, 1, 2, 2)
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        return 1, 1, self.num_tokens, self.num_tokens
 
     def __radd__(self, scores: Tensor) -> Tensor:
         raise ValueError("its layers compute attention themselves, and do not call transformers' attention function")
@@ -220,14 +236,19 @@ _recordings = threading.local()
 
 
 @contextmanager
-def recording() -> Iterator[list[AttentionLayer]]:
-    """Return a context manager. In its `with` block calls of attention are recorded in a list, in their order."""
+def recording(num_tokens: int) -> Iterator[list[AttentionLayer]]:
+    """Return a context manager. In its `with` block calls of attention are recorded in a list, in their order.
+
+    Args:
+        num_tokens: the tokens of the text that runs there.
+    """
     _recordings.calls = []
     _recordings.keys = []
+    _recordings.num_tokens = num_tokens
     try:
         yield _recordings.calls
     finally:
-        del _recordings.calls, _recordings.keys
+        del _recordings.calls, _recordings.keys, _recordings.num_tokens
 
 
 def record(
@@ -266,6 +287,13 @@ def record(
         check_cap(softcap, "the cap of its attention's scores")
     if any(layer.module is module for layer in calls):
         raise ValueError("several of its layers share a module of attention")
+    if {query.shape[0], key.shape[0], value.shape[0]} != {1}:
+        raise ValueError("its layers cut a text into pieces before they attend")
+    if lengths := {query.shape[2], key.shape[2], value.shape[2]} - {_recordings.num_tokens}:
+        raise ValueError(
+            f"in a text of {_recordings.num_tokens} tokens its attention has {lengths.pop()} queries, keys or values: "
+            "this engine caches one key and one value for each token, and computes one query"
+        )
     if query.shape[1] % key.shape[1]:
         raise ValueError(f"{query.shape[1]} query heads cannot share {key.shape[1]} KV heads evenly")
     number = len(calls)
@@ -280,6 +308,10 @@ def record(
 
 def describe_mask(*_: Any, mask_function: Any, **__: Any) -> Mask:
     """Ask a mask function of transformers what a token sees. This makes the masks of the dry run."""
+    return replace(_describe(mask_function), num_tokens=_recordings.num_tokens)
+
+
+def _describe(mask_function: Any) -> Mask:
     with torch.device("cpu"):
         keys = torch.arange(FAR + 2)
         first, count = _ask(mask_function, FAR, keys)

@@ -7,6 +7,7 @@ another version of transformers fails then, or not at all.
 import copy
 import inspect
 import re
+import sys
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from types import MethodType, SimpleNamespace
@@ -18,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from nanovllm.backends import Backend, LayerCache
 from nanovllm.config import ResolvedConfig
-from nanovllm.features.families.any_causal.attend import DRY_RUN, NAME, Step, recording, register
+from nanovllm.features.families.any_causal.attend import DRY_RUN, NAME, AttentionLayer, Step, recording, register
 from nanovllm.features.families.any_causal.building import build
 from nanovllm.features.families.any_causal.layers import Embedding, Head, Swap, find_scale, list_leaves
 from nanovllm.features.families.any_causal.numbers import check_numbers
@@ -38,6 +39,10 @@ if TYPE_CHECKING:
 IGNORED = r"\.rotary_emb\.inv_freq$"
 """The form of names of tensors that old checkpoints have, and that config.json says as well."""
 
+
+SHORT = 2
+LONG = 600
+"""The tokens of the two texts of the dry run. Some code does more for a long text, such as compressing its keys."""
 
 META = "meta tensor"
 """Words of torch's errors for a tensor without values whose values are read."""
@@ -226,29 +231,18 @@ class AnyDecoder(nn.Module):
         self.hf.set_submodule(self._head_path, own_head)
 
     def _run_dry(self, num_layers: int) -> Layers:
-        """Compute two tokens without memory. Each call of attention says what its layer needs.
+        """Compute a short and a long text without memory. Each call of attention says what its layer needs.
 
         Raises:
-            ValueError: some layers do not call attention, or transformers' code reads the device.
+            ValueError: some layers do not call attention, or transformers' code reads the device; or a long text needs
+                something else than a short one.
         """
-        ids = torch.zeros(1, 2, dtype=torch.int64, device="meta")
-        positions = torch.arange(2, device="meta")[None]
-        buffers = [(m, name, value) for m in self.modules() for name, value in m._buffers.items() if value is not None]
-        for module, name, value in buffers:
-            module._buffers[name] = value.to("meta")
-        self.choose_attention(DRY_RUN)
-        try:
-            with torch.no_grad(), torch.device("meta"), ignoring_packed_sequences(), recording() as calls:
-                self.body(input_ids=ids, position_ids=positions, use_cache=False)
-        except Exception as error:  # whatever their code raises for tensors without values
-            told = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise ValueError("its code reads the device while it computes" if META in told else told) from error
-        finally:
-            for module, name, value in buffers:
-                module._buffers[name] = value
-            self.choose_own_attention()
+        longest = int(getattr(self.hf.config, "max_position_embeddings", None) or LONG)
+        calls, later = (self._record_calls(num_tokens) for num_tokens in (SHORT, min(max(longest, SHORT), LONG)))
         if len(calls) != num_layers:
             raise ValueError(f"{len(calls)} of {num_layers} layers call transformers' attention function")
+        if len(later) != num_layers or not all(map(AttentionLayer.asks_like, calls, later)):
+            raise ValueError("its layers ask for another attention in a long text than in a short one")
         for layer in calls:
             layer.backend = self.backend
             layer.step = self.step
@@ -260,6 +254,26 @@ class AnyDecoder(nn.Module):
         layers = Layers(SimpleNamespace(self_attn=layer, mlp=mlp) for layer in calls)
         layers.body = self.body
         return layers
+
+    def _record_calls(self, num_tokens: int) -> list[AttentionLayer]:
+        """Compute a text on the meta device. Return its calls of attention."""
+        ids = torch.zeros(1, num_tokens, dtype=torch.int64, device="meta")
+        positions = torch.arange(num_tokens, device="meta")[None]
+        buffers = [(m, name, value) for m in self.modules() for name, value in m._buffers.items() if value is not None]
+        for module, name, value in buffers:
+            module._buffers[name] = value.to("meta")
+        self.choose_attention(DRY_RUN)
+        try:
+            with torch.no_grad(), torch.device("meta"), ignoring_packed_sequences(), recording(num_tokens) as calls:
+                self.body(input_ids=ids, position_ids=positions, use_cache=False)
+        except Exception as error:  # whatever their code raises for tensors without values
+            told = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise ValueError("its code reads the device while it computes" if META in told else told) from error
+        finally:
+            for module, name, value in buffers:
+                module._buffers[name] = value
+            self.choose_own_attention()
+        return calls
 
     def choose_attention(self, name: str) -> None:
         """Have all modules call the attention function of this name in transformers' table."""
@@ -403,7 +417,18 @@ def refuse_own_positions(body: nn.Module) -> None:
 
 
 def refuse_states(model: nn.Module) -> None:
-    """Raise a ValueError if a module keeps a state from token to token. It may lie beside attention, in one layer."""
+    """Raise a ValueError if a module keeps a state from token to token. It may lie beside attention, in one layer.
+
+    A compressor makes keys of many tokens, and a class with a cache of its own keeps more there than keys and values.
+    """
+    from transformers.cache_utils import Cache, CacheLayerMixin
+
     for name, module in model.named_modules():
         if isinstance(module, nn.Conv1d) or hasattr(module, "A_log"):
             raise ValueError(f"{name} keeps a state from token to token, for which this engine has no place there")
+        if "Compressor" in type(module).__name__:
+            raise ValueError(f"{name} compresses keys and values of many tokens, for which this engine has no place")
+    own = type(model).__module__
+    for value in vars(sys.modules[own]).values():
+        if isinstance(value, type) and issubclass(value, Cache | CacheLayerMixin) and value.__module__ == own:
+            raise ValueError(f"it has a cache of its own ({value.__name__}), for which this engine has no place")

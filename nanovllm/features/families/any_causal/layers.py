@@ -4,7 +4,7 @@ What no trial recognises stays transformers' code.
 """
 
 import copy
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -186,11 +186,14 @@ def find_eps(module: nn.Module) -> float:
     return eps if isinstance(eps, float) else -1.0
 
 
+def may_be_norm(module: nn.Module) -> bool:
+    """Return whether a module has what a norm has."""
+    own = dict(module.named_parameters(recurse=False))
+    return set(own) == {"weight"} and own["weight"].dim() == 1 and not module._modules and find_eps(module) >= 0
+
+
 def find_plus(module: nn.Module) -> float | None:
     """Return what is added to the weight of a module that computes our RMSNorm, 0 or 1; None if it does not."""
-    own = dict(module.named_parameters())
-    if set(own) != {"weight"} or own["weight"].dim() != 1 or any(module.children()) or find_eps(module) < 0:
-        return None
     generator = torch.Generator().manual_seed(0)
     weight = torch.rand(64, generator=generator)
     x = torch.randn(6, 64, generator=generator) * torch.logspace(-3, 2, 6)[:, None]  # eps matters where x is small
@@ -207,21 +210,27 @@ def _is_norm(module: nn.Module, weight: Tensor, x: Tensor, plus: float) -> bool:
     return torch.equal(trial(x), rms_norm_reference(x, own_weight, find_eps(module)))
 
 
-def is_swiglu(module: nn.Module) -> bool:
-    """Return whether a module computes down(silu(gate(x)) * up(x))."""
-    names = ("gate_proj", "up_proj", "down_proj")
-    matrices = {name: getattr(module, name, None) for name in names}
+SWIGLU = ("gate_proj", "up_proj", "down_proj")
+"""The names of the matrices of an MLP with a gate."""
+
+
+def may_be_swiglu(module: nn.Module) -> bool:
+    """Return whether a module has the parameters of an MLP with a gate."""
+    matrices = {name: getattr(module, name, None) for name in SWIGLU}
     if any(type(matrix) is not nn.Linear or matrix.bias is not None for matrix in matrices.values()):
         return False
-    if {name.partition(".")[0] for name, _ in module.named_parameters()} != set(names):
-        return False
+    return {name.partition(".")[0] for name, _ in module.named_parameters()} == set(SWIGLU)
+
+
+def is_swiglu(module: nn.Module) -> bool:
+    """Return whether a module computes down(silu(gate(x)) * up(x))."""
     generator = torch.Generator().manual_seed(0)
     gate, up = (torch.randn(24, 16, generator=generator) for _ in range(2))
     down = torch.randn(16, 24, generator=generator)
     x = torch.randn(1, 5, 16, generator=generator) * torch.logspace(-1, 2, 5)[:, None]  # large: some MLPs clamp
     trial = copy.copy(module)
     trial._modules = dict(module._modules)
-    for name, weight in zip(names, (gate, up, down), strict=True):
+    for name, weight in zip(SWIGLU, (gate, up, down), strict=True):
         rows, columns = weight.shape
         linear = nn.Linear(columns, rows, bias=False, device="meta")
         linear.weight = nn.Parameter(weight, requires_grad=False)
@@ -249,6 +258,44 @@ def find_scale(module: nn.Embedding) -> float | None:
     return scale
 
 
+TORCHS = frozenset(vars(nn.Module())) - {"_parameters", "_buffers", "_modules"}
+"""The attributes by which torch keeps hooks and the like, which say nothing of what a module computes."""
+
+
+class Same:
+    """Stands for an object in a description. It equals itself alone, and is kept, so that no other gets its id."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Same) and other._value is self._value
+
+    def __hash__(self) -> int:
+        return id(self._value)
+
+
+def describe(value: Any) -> Hashable:
+    """Return what a module, or a value in it, computes by: its classes, its settings, and those of all modules in it.
+
+    Modules with equal descriptions compute the same with the same parameters. Of these the shapes count alone.
+    """
+    if value is None or isinstance(value, bool | int | float | complex | str | torch.dtype | type):
+        return type(value), repr(value)  # NaN equals itself, and 1 is not True
+    if isinstance(value, nn.Module):
+        own = {name: part for name, part in vars(value).items() if name not in TORCHS}
+        return type(value), describe(own)
+    if isinstance(value, dict):
+        return tuple((describe(name), describe(own)) for name, own in value.items())
+    if isinstance(value, set | frozenset):
+        return type(value), frozenset(map(describe, value))
+    if isinstance(value, list | tuple):
+        return type(value), tuple(map(describe, value))
+    if isinstance(value, Tensor) and value.is_meta:
+        return value.shape, value.dtype
+    return Same(value)
+
+
 class Swap:
     """Puts our layers in the places of transformers', below a module."""
 
@@ -257,13 +304,11 @@ class Swap:
         self._results: dict[Any, Any] = {}
 
     def try_once(self, trial: Callable[[nn.Module], T], module: nn.Module) -> T | None:
-        """Return the result of a trial; None if it fails. Modules of one class with the same settings are tried once.
+        """Return the result of a trial; None if it fails. Modules that are alike are tried once.
 
         transformers' modules may fail with any error on numbers that they were not made for.
         """
-        settings = sorted((k, v) for k, v in vars(module).items() if isinstance(v, bool | int | float | str))
-        names = [name for name, _ in module.named_parameters()]
-        key = (trial, type(module), repr(settings), *names)
+        key = (trial, describe(module))
         if key not in self._results:
             with torch.device("cpu"), default_dtype(torch.float32), torch.no_grad():
                 try:
@@ -300,11 +345,11 @@ class Swap:
                     f"its mixture of {module.num_experts} experts ({type(module).__name__}) is none that the grouped "
                     f"kernels compute, and without them more than {MOST_COPIED_EXPERTS} experts take too much memory"
                 )
-        if self.try_once(is_swiglu, module):
+        if may_be_swiglu(module) and self.try_once(is_swiglu, module):
             names = STACKS["gate_up_proj"]
             down = Linear(module.get_submodule("down_proj"), "down_proj")  # type: ignore[arg-type]
             return SwiGLU(Stack([getattr(module, part) for part in names], names), down, self._backend)
-        plus = self.try_once(find_plus, module)
+        plus = self.try_once(find_plus, module) if may_be_norm(module) else None
         return None if plus is None else Norm(module, plus, self._backend)
 
     def _stack(self, parent: nn.Module, stack_name: str, names: tuple[str, ...]) -> None:
@@ -314,7 +359,7 @@ class Swap:
         are_alike = len({(matrix.in_features, matrix.bias is None) for matrix in found}) == 1
         if len(found) < len(names) or not are_alike or hasattr(parent, stack_name):
             return
-        if stack_name == "gate_up_proj" and self.try_once(is_swiglu, parent):
+        if stack_name == "gate_up_proj" and may_be_swiglu(parent) and self.try_once(is_swiglu, parent):
             return
         stack = Stack(found, names)
         setattr(parent, stack_name, stack)

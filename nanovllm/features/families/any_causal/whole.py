@@ -41,6 +41,10 @@ HIDDEN = 16
 NUM_HEADS = (4, 2, 2)
 """The heads of queries, keys and values in a trial."""
 
+FAR_POSITIONS = torch.tensor([[3, 70, 1000, 40_000, 1 << 20]], device="cpu")
+POSITIONS = {"position_ids": FAR_POSITIONS, "cache_position": FAR_POSITIONS[0]}
+"""The positions that a trial's tokens get: a scale may begin at any of them."""
+
 
 class WholeAttention:
     """Stands in the place of a module's `forward`.
@@ -88,7 +92,7 @@ class WholeAttention:
 def take_whole(model: nn.Module, swap: Swap) -> None:
     """Compute all attention modules of a model as a whole that can be."""
     for module in list(model.modules()):
-        found = swap.try_once(find_whole, module)
+        found = swap.try_once(find_whole, module) if has_known_parts(module) else None
         if found is not None:
             module.forward = WholeAttention(module, *found)
 
@@ -102,18 +106,41 @@ class NoPositions(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
+def has_known_parts(module: nn.Module) -> bool:
+    """Return whether a module has the parameters and arguments of one that may be computed as a whole."""
+    parts = dict(module._modules)
+    norms = [parts.pop(name) for name in NORMS if name in parts]
+    if set(parts) != {"qkv_proj", "o_proj"} or module._parameters:
+        return False
+    names = list(inspect.signature(type(module).forward).parameters)
+    if names[:3] != FIRST_ARGUMENTS or not OTHER_ARGUMENTS.issuperset(names[3:]):
+        return False
+    if not isinstance(parts["qkv_proj"], Stack) or not isinstance(parts["o_proj"], Linear):
+        return False
+    own_eps = {norm.eps for norm in norms if isinstance(norm, Norm)}
+    are_ours = all(isinstance(norm, Norm) for norm in norms)
+    return not norms or (len(norms) == 2 and are_ours and len(own_eps) == 1)
+
+
 def find_whole(module: nn.Module) -> tuple[float, bool] | None:
-    """Try a module whose layers are ours. Return `scale` and `rotates`; None if it computes anything else."""
-    if not _has_known_parts(module):
-        return None
+    """Try a module whose layers are ours. Return `scale` and `rotates`; None if it computes anything else.
+
+    In a step it may get positions, and must compute the same as without them: positions are in the angles.
+    """
     generator = torch.Generator().manual_seed(0)
     draw = partial(torch.randn, generator=generator)
     trial = _make_trial(module, draw)
     x = draw(NUM_TOKENS, HIDDEN) * torch.logspace(-2, 3, NUM_TOKENS)[:, None]  # partly large: some modules clamp
     angles = draw(NUM_TOKENS, trial.head_dim // 2)
+    without = _compare(trial, x, angles)
+    return without if without == _compare(trial, x, angles, **POSITIONS) else None
+
+
+def _compare(trial: Any, x: Tensor, angles: Tensor, **positions: Tensor) -> tuple[float, bool] | None:
+    """Run a trial's `forward` once: see `find_whole`."""
     cos, sin = (part.repeat(1, 2)[None] for part in (angles.cos(), angles.sin()))
     with NoPositions():
-        y = type(module).forward(trial, x[None], (cos, sin), attention_mask=None)
+        y = type(trial).forward(trial, x[None], (cos, sin), attention_mask=None, **positions)
     *kept, named = trial.kept
     if named.get("s_aux") is not None:
         return None
@@ -162,19 +189,3 @@ def _compute(trial: Any, x: Tensor, table: Tensor | None) -> tuple[Tensor, Tenso
         q = rope_reference(q, table, rows)
         k = rope_reference(k, table, rows)
     return q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), trial.o_proj(q.flatten(1))
-
-
-def _has_known_parts(module: nn.Module) -> bool:
-    """Return whether a module has the parameters and arguments of one that may be computed as a whole."""
-    parts = dict(module._modules)
-    norms = [parts.pop(name) for name in NORMS if name in parts]
-    if set(parts) != {"qkv_proj", "o_proj"} or module._parameters:
-        return False
-    names = list(inspect.signature(type(module).forward).parameters)
-    if names[:3] != FIRST_ARGUMENTS or not OTHER_ARGUMENTS.issuperset(names[3:]):
-        return False
-    if not isinstance(parts["qkv_proj"], Stack) or not isinstance(parts["o_proj"], Linear):
-        return False
-    own_eps = {norm.eps for norm in norms if isinstance(norm, Norm)}
-    are_ours = all(isinstance(norm, Norm) for norm in norms)
-    return not norms or (len(norms) == 2 and are_ours and len(own_eps) == 1)
