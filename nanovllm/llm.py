@@ -535,7 +535,8 @@ class LLM:
             named_tensors: (name in a checkpoint, tensor of any floating dtype, on any device). The LM head of a tied
                 model must equal the embedding. All pairs are read before the load begins. So if this is a generator,
                 its code may use the engine, for example call `generate`.
-            finish: False says that more calls follow. Until the last of these calls no request runs.
+            finish: False says that more calls follow. No request runs until the whole model has come, or the last of
+                these calls.
 
         Raises:
             ValueError: a name or a shape is wrong, or a tied model's head is not its embedding, and this call has

@@ -35,6 +35,8 @@ class State(Enum):
     """Requests of `LLM.add_request` wait for calls of `LLM.step`."""
     LOADING = auto()
     """Some new weights have come, and the others have not."""
+    LOADED = auto()
+    """A whole model has come. More may come, and any other activity ends the load when it begins."""
     ASLEEP = auto()
     REPLACED = auto()
     """The engine was woken with the weights of the model's folder, and the caller had loaded others before."""
@@ -42,7 +44,8 @@ class State(Enum):
 
 REFUSALS = {
     State.UNFINISHED: "requests of add_request() are unfinished: call step() until is_finished()",
-    State.LOADING: "new weights are being loaded: call load_weights() with finish=True first",
+    State.LOADING: "new weights are being loaded: give those that lack, or end the load of some layers by "
+    "load_weights([]) (or reset_prefix_cache(), under `nanovllm run`)",
     State.ASLEEP: "the engine is asleep: call wake_up() first",
     State.REPLACED: "the weights that load_weights() had brought were freed by sleep(level=2): "
     "call load_weights() again first",
@@ -118,12 +121,12 @@ class Claim:
         """Raise a RuntimeError if an activity may not begin now.
 
         Args:
-            also_in: the states, beside READY, in which it may begin.
+            also_in: the states, beside READY and LOADED, in which it may begin.
         """
         self.check_open()
         if (holder := self._holder) is not None:
             raise RuntimeError(" ".join(holder.activity))
-        if (state := self.state) is not State.READY and state not in also_in:
+        if (state := self.state) in REFUSALS and state not in also_in:
             raise RuntimeError(REFUSALS[state])
 
     @contextmanager
@@ -135,6 +138,8 @@ class Claim:
             with self._lock:
                 self.check(also_in)
                 self._holder = holder
+            if self.state is State.LOADED and State.LOADED not in also_in:
+                self.state = State.READY
             self.on_begin(activity.name)
             yield
         finally:

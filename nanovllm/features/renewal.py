@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ from nanovllm.engine.claim import Activity, State
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.features.adapters.lora import Adapter
 from nanovllm.models.decoder import find_decoder
-from nanovllm.models.headers import ROWS_AT_A_TIME, are_equal
+from nanovllm.models.headers import ROWS_AT_A_TIME
 from nanovllm.models.layers.linear import MatrixModule
 from nanovllm.models.layers.parallel import Parallel
 from nanovllm.models.layers.weights import WeightTarget
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 Command = dict[str, Any]
 """Tells every rank what to do: "do", and its arguments. It travels as JSON."""
 
-ALSO_LOADS_IN = (State.LOADING, State.REPLACED)
+ALSO_LOADS_IN = (State.LOADING, State.LOADED, State.REPLACED)
 """The states, beside READY, in which new weights may come."""
 
 TAGS = ("weights", "kv_cache")
@@ -85,6 +86,8 @@ class Renewal:
 
     def _load(self, tensors: list[tuple[str, Tensor]], finish: bool) -> None:
         with self._claim.work():
+            if self._claim.state not in (State.LOADING, State.LOADED):
+                self._rank.forget_load()  # of a whole model that nobody has finished
             load = self._rank.load
             targets = load.check(tensors, finish)
         if finish and (lacking := load.find_lacking(targets)):
@@ -107,6 +110,9 @@ class Renewal:
         if finish:
             self._command({"do": "forget"})
             self._claim.state = State.READY
+        elif load.is_whole:
+            self._command({"do": "renew"})
+            self._claim.state = State.LOADED
 
     def sleep(self, level: int) -> None:
         """Free memory: see `LLM.sleep`."""
@@ -194,6 +200,10 @@ class RankRenewal:
             self._load = WeightLoad(self.runner)
         return self._load
 
+    def forget_load(self) -> None:
+        """Let the next load be a new one."""
+        self._load = None
+
     def run(self, command: Command, tensor: Tensor | None) -> None:
         """Run one command.
 
@@ -208,11 +218,13 @@ class RankRenewal:
             case "adapt":
                 self._adapt(Path(command["checkpoint"]), command["folder"])
                 self.run({"do": "forget"}, None)
-            case "forget":
-                if self._load is not None and self._load.has_written:
+            case "renew":
+                if self.load.has_written:
                     self.runner.steps.renew()
-                self._load = None
                 self.runner.backend.synchronize()  # the next step may come from another thread's stream
+            case "forget":
+                self.run({"do": "renew"}, None)
+                self.forget_load()
             case "sleep":
                 for runner in runners:
                     runner.free_cache()
@@ -237,6 +249,23 @@ class RankRenewal:
         self._adapted = names
 
 
+@dataclass
+class NewModule:
+    """Gathers what one load brings to a module.
+
+    Attributes:
+        needed: the names of all tensors that fill the module.
+        come: those of them that have come, until the module is replaced.
+        staged: {name of a parameter: its new values}, for the parameters of which a part has come.
+        is_replaced: whether this load has replaced the module.
+    """
+
+    needed: set[str] = field(default_factory=set)
+    come: set[str] = field(default_factory=set)
+    staged: dict[str, Tensor] = field(default_factory=dict)
+    is_replaced: bool = False
+
+
 class WeightLoad:
     """One load of new weights. A module (a layer with its fused matrices) is replaced once all of its parts have come.
 
@@ -246,7 +275,6 @@ class WeightLoad:
     """
 
     def __init__(self, runner: ModelRunner) -> None:
-        self.has_written = False
         self._runner = runner
         every_layer = Parallel(runner.parallel.rank, runner.parallel.size)
         with torch.device("meta"), default_dtype(runner.dtype):
@@ -255,16 +283,22 @@ class WeightLoad:
         self._head, self._embedding = find_ends(runner.hf_config)
         self._filling = None if runner.quantizer is None else runner.quantizer.begin(self._shapes)
         """Gathers the codes of quantised matrices; None if the model has none."""
-        self._staged: dict[str, dict[str, Tensor]] = {}
-        """{path of a module: {name of a parameter: its new values}}, for modules that lack parts."""
-        self._come: dict[str, set[str]] = {}
-        """{path of a module: names of the tensors that have come}, for modules that lack parts."""
-        self._needed: dict[str, set[str]] = {}
-        """{path of a module: names of all tensors that fill it}."""
+        self._modules: dict[str, NewModule] = {}
+        """{path: module}, for all that have weights of their own."""
         self._places: dict[str, list[tuple[str, WeightTarget]]] = {}
         """{name of a tensor: [(path of a module, the place in it)]}."""
         self._digests: dict[str, str] = {}
-        """{name: digest} of an LM head and an embedding that came in calls of their own, if the model has them tied."""
+        """{name: digest} of the LM head and the embedding that have come, if the model has them tied."""
+
+    @property
+    def has_written(self) -> bool:
+        """Whether this load has replaced a module."""
+        return any(module.is_replaced for module in self._modules.values())
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether this load has replaced the whole model, and nothing is gathered."""
+        return all(module.is_replaced and not module.come for module in self._modules.values())
 
     def check(self, tensors: list[tuple[str, Tensor]], is_last: bool) -> dict[str, list[tuple[str, WeightTarget]]]:
         """Check the names and shapes of a call's tensors.
@@ -292,27 +326,18 @@ class WeightLoad:
             for _, target in targets.get(canonical[name], ()):
                 if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
                     raise ValueError(f"{name} is {quote(tensor)}; it must be a tensor of floating-point numbers")
-                if tuple(tensor.shape) != target.shape:
+                if not target.fits(tensor.shape):
                     raise ValueError(f"{name} has shape {list(tensor.shape)}; the model has {list(target.shape)}")
         if self._shapes.tied and not is_headless(self._runner.hf_config):
             self._check_head({canonical[name]: tensor for name, tensor in tensors}, is_last)
         return {name: targets.get(name, []) for name in names}
 
     def _check_head(self, tensors: Mapping[str, Tensor], is_last: bool) -> None:
-        """Raise a ValueError for an LM head with other values than the embedding that comes with it."""
-        head = tensors.get(self._head)
-        embedding = tensors.get(self._embedding)
-        digests = dict(self._digests)
-        if head is not None and embedding is not None:
-            digests.clear()
-            is_equal = head is embedding or are_equal(head, embedding)
-        else:
-            if head is not None:
-                digests[self._head] = digest_values(head)
-            if embedding is not None and (self._head in digests or not is_last):
-                digests[self._embedding] = digest_values(embedding)
-            is_equal = len(set(digests.values())) < 2
-        if not is_equal:
+        """Raise a ValueError for an LM head with other values than the embedding, which may come in another call."""
+        may_differ = not is_last or self._head in tensors or self._head in self._digests
+        ends = [name for name in (self._head, self._embedding) if may_differ and name in tensors]
+        digests = self._digests | {name: digest_values(tensors[name]) for name in ends}
+        if len(set(digests.values())) > 1:
             raise ValueError(
                 f"{self._head} has other values than {self._embedding}, and this engine's model has one matrix for "
                 'both: make the engine from a folder whose config.json says "tie_word_embeddings": false, such as one '
@@ -322,23 +347,22 @@ class WeightLoad:
 
     def _find_places(self, names: set[str]) -> None:
         """Find where each tensor of the model goes. The names that have come show in which form experts are stored."""
+        names = names.union(*(module.come for module in self._modules.values()))
         self._places.clear()
-        self._needed.clear()
-        names = names.union(*self._come.values())
+        for module in self._modules.values():
+            module.needed.clear()
         find_targets = partial(find_module_targets, self._shapes)
         if self._filling is not None:
             find_targets = partial(self._filling.find_targets, attaches=False)
         for path, name, target in find_targets(names):
             self._places.setdefault(name, []).append((path, target))
-            self._needed.setdefault(path, set()).add(name)
+            self._modules.setdefault(path, NewModule()).needed.add(name)
 
-    def find_lacking(self, targets: dict[str, list[tuple[str, WeightTarget]]]) -> str | None:
-        """Return what is lacking once the tensors of `targets` have come, as a sentence; None if nothing is."""
-        come = {path: set(names) for path, names in self._come.items()}
-        for name, places in targets.items():
-            for path, _ in places:
-                come.setdefault(path, set()).add(name)
-        lacking = {name for path, names in come.items() for name in self._needed[path] - names}
+    def find_lacking(self, names: Collection[str]) -> str | None:
+        """Return what is lacking once the tensors of these names have come, as a sentence; None if nothing is."""
+        come = set(names).union(*(module.come for module in self._modules.values()))
+        begun = {path for name in come for path, _ in self._places.get(name, ())}
+        lacking = {name for path in begun for name in self._modules[path].needed} - come
         if self._head in self._digests and self._embedding not in self._digests:
             lacking.add(self._embedding)  # without it nobody knows whether the head is the same matrix
         if not lacking:
@@ -361,7 +385,7 @@ class WeightLoad:
         """
         self._find_places(names)
         paths = {path for name in changed for path, _ in self._places.get(name, ())}
-        return [name for path in sorted(paths) for name in sorted(self._needed[path])]
+        return [name for path in sorted(paths) for name in sorted(self._modules[path].needed)]
 
     @torch.no_grad()
     def write(self, name: str, tensor: Any) -> None:
@@ -377,58 +401,69 @@ class WeightLoad:
         for path, target in self._places[name]:
             if is_mine:
                 self._gather(path, target, tensor)
-            self._come.setdefault(path, set()).add(name)
+            self._modules[path].come.add(name)
         for path in {path for path, _ in self._places[name]}:
-            if self._come[path] == self._needed[path]:
-                self.has_written = True
-                del self._come[path]
+            module = self._modules[path]
+            if module.come == module.needed:
+                module.come.clear()
+                module.is_replaced = True
                 if is_mine:
                     self._replace(path)
 
     def _gather(self, path: str, target: WeightTarget, tensor: Any) -> None:
-        """Copy a part of a module to the memory where the module's new parameters are gathered."""
-        shapes = dict(self._shapes.get_submodule(path).named_parameters(recurse=False))
-        if self._filling is not None and self._filling.is_quantized(path):
-            if self._filling.has_codes(path, target.view):
-                target.fill(tensor, Tensor.copy_)
-                return
-            shapes = {name: shape for name, shape in shapes.items() if not self._filling.has_codes(path, shape)}
-        if path not in self._staged:
-            device = self._runner.device
-            self._staged[path] = {name: torch.zeros_like(shape, device=device) for name, shape in shapes.items()}
-            self._runner.backend.prepare_weights(self._staged[path].values())
+        """Copy a part of a module to the memory where the parameter that it belongs to is gathered."""
+        if self._filling is not None and self._filling.has_codes(path, target.view):
+            target.fill(tensor, Tensor.copy_)
+            return
+        staged = self._modules[path].staged
+        name, shape = self._find_parameter(path, target.view)
+        if name not in staged:
+            staged[name] = torch.zeros_like(shape, device=self._runner.device)
+            self._runner.backend.prepare_weights([staged[name]])
         view = target.view
-        parameter = view if view._base is None else view._base
-        name = next(name for name, shape in shapes.items() if shape is parameter)
-        place = self._staged[path][name].as_strided(view.size(), view.stride(), view.storage_offset())
-        place.copy_(tensor[target.slices])
-        if target.plus:
-            place.add_(target.plus)
+        place = staged[name].as_strided(view.size(), view.stride(), view.storage_offset())
+        replace(target, view=place).fill(tensor, Tensor.copy_)
+
+    def _find_parameter(self, path: str, view: Tensor) -> tuple[str, Tensor]:
+        """Return the parameter of a module that a view shows a part of, with its name; it is on the meta device."""
+        whole = view if view._base is None else view._base
+        parameters = self._shapes.get_submodule(path).named_parameters(recurse=False)
+        return next((name, parameter) for name, parameter in parameters if parameter is whole)
+
+    def _take_staged(self, path: str) -> dict[str, Tensor]:
+        """Return a module's new parameters. RuntimeError unless the tensors that have come cover all of each one."""
+        module = self._modules[path]
+        covered: dict[str, int] = {}
+        for view in (target.view for name in module.needed for where, target in self._places[name] if where == path):
+            name, shape = self._find_parameter(path, view)
+            covered[name] = covered.get(name, getattr(shape, "padding", 0)) + view.numel()
+        staged = module.staged
+        module.staged = {}
+        for name, values in staged.items():
+            if covered[name] != values.numel():
+                raise RuntimeError(f"tensors cover {covered[name]} of the {values.numel()} elements of {path}.{name}")
+        return staged
 
     def _replace(self, path: str) -> None:
         """Put a module's new parameters in the place of the old ones, and pack them if those were packed."""
-        staged = self._staged.pop(path, {})
+        staged = self._take_staged(path)
         model = self._runner.model
         module = model.get_submodule(path)
-        if self._filling is not None and self._filling.is_quantized(path):
-            self._filling.attach(path, module, model)
-            for name, values in staged.items():
-                module.get_parameter(name).copy_(values)
-            return
         owners = [module]  # of the same weight
         if model.tied and module is model.embed_tokens:
             owners.append(model.lm_head)
         matrices = [owner for owner in owners if isinstance(owner, MatrixModule)]
-        is_packed = any(matrix.packed is not None for matrix in matrices)
+        is_packed = "weight" in staged and any(matrix.packed is not None for matrix in matrices)
+        if is_packed:
+            weight = nn.Parameter(staged.pop("weight"), requires_grad=False)
+            for matrix in matrices:
+                matrix.packed = None
+                matrix.weight = weight
         for name, values in staged.items():
-            if name == "weight" and is_packed:
-                weight = nn.Parameter(values, requires_grad=False)
-                for matrix in matrices:
-                    matrix.packed = None
-                    matrix.weight = weight
-            else:
-                module.get_parameter(name).copy_(values)
-        if is_packed or not matrices:  # experts are packed in place
+            module.get_parameter(name).copy_(values)
+        if self._filling is not None and self._filling.is_quantized(path):
+            self._filling.attach(path, module, model)
+        elif is_packed or not matrices:  # experts are packed in place
             self._runner.backend.pack_weights(owners)
 
 

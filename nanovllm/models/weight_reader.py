@@ -149,8 +149,8 @@ def _fill(target: WeightTarget, source: Any, what: str, copy: Callable[[Tensor, 
     dtype = source.get_dtype()
     if dtype not in target.dtypes:
         raise ValueError(f"{what} is {dtype}; config.json asks for one of {', '.join(target.dtypes)}")
-    shape = tuple(source.get_shape())
-    if (shape or (1,)) != target.shape:  # a number may be stored without dimensions
+    shape = source.get_shape()
+    if not target.fits(shape):
         raise ValueError(f"{what} has shape {list(shape)}; config.json asks for {list(target.shape)}")
     target.fill(source, copy)
 

@@ -5,12 +5,14 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.any_models import save_any
 from helpers.tiny import BLOCK, draw_prompts, save_random
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedModel, Qwen2ForCausalLM, Qwen3MoeForCausalLM
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.features import renewal
 
 OPTIONS: dict[str, Any] = {
     "dtype": "float32",
@@ -93,13 +95,87 @@ def test_every_family(model_class: type[PreTrainedModel], dtype: str, tmp_path: 
 
 def test_a_load_may_come_in_parts_and_in_any_order(folders: tuple[Path, Path], new_tokens: list[list[int]]) -> None:
     with LLM(folders[0], **OPTIONS) as llm:
-        tensors = read(folders[1])[::-1]
-        for i in range(0, len(tensors), 3):
-            llm.load_weights(iter(tensors[i : i + 3]), finish=False)
-            with pytest.raises(RuntimeError, match="new weights are being loaded"):
+        *first, last = read(folders[1])[::-1]
+        for i in range(0, len(first), 3):
+            llm.load_weights(iter(first[i : i + 3]), finish=False)
+            with pytest.raises(RuntimeError, match=r"new weights are being loaded: .*load_weights\(\[\]\)"):
                 say(llm)
-        llm.load_weights([])
+        llm.load_weights([last])
         assert say(llm) == new_tokens
+
+
+@pytest.mark.parametrize("ends", [lambda llm: say(llm), lambda llm: llm.sleep(), lambda llm: llm.reset_prefix_cache()])
+def test_a_whole_model_ends_its_load_when_another_activity_begins(
+    ends: Any, folders: tuple[Path, Path], new_tokens: list[list[int]]
+) -> None:
+    """Pass after pass; the head of a tied model may come last, and is compared with the embedding of its own pass."""
+    with LLM(folders[0], **OPTIONS) as llm:
+        before = say(llm)
+        for expected, folder in [(new_tokens, folders[1]), (before, folders[0])] * 2:
+            tensors = dict(read(folder))
+            for pair in tensors.items():
+                llm.load_weights([pair], finish=False)
+            head = tensors["model.embed_tokens.weight"]
+            with pytest.raises(ValueError, match="has other values than"):
+                llm.load_weights([("lm_head.weight", head + 1)], finish=False)
+            llm.load_weights([("lm_head.weight", head)], finish=False)
+            ends(llm)
+            llm.wake_up()
+            assert say(llm) == expected
+        llm.load_weights(list(tensors.items())[:1], finish=False)  # the last pass does not count for this one
+        with pytest.raises(RuntimeError, match="new weights are being loaded"):
+            say(llm)
+
+
+@pytest.mark.parametrize("backend", ["torch", "cpu"])
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_a_bias_of_a_tied_head_comes_alone_or_with_all_and_the_embedding_stays(
+    backend: str, quantization: str | None, tmp_path: Path
+) -> None:
+    tied = {"tie_word_embeddings": True}
+    old = save_any(tmp_path / "old", "PhiForCausalLM", seed=0, **tied)
+    new = save_any(tmp_path / "new", "PhiForCausalLM", seed=1, **tied)
+    options = {"attention_backend": backend, "quantization": quantization}
+    with LLM(tmp_path / "old", **OPTIONS | options) as llm:
+        before = say(llm)
+        for tensors in (old.state_dict(), {"lm_head.bias": old.state_dict()["lm_head.bias"]}):
+            llm.load_weights(tensors.items())
+            assert say(llm) == before
+        llm.load_weights([("lm_head.bias", new.state_dict()["lm_head.bias"])])
+        old.get_output_embeddings().bias.data.copy_(new.state_dict()["lm_head.bias"])
+        old.save_pretrained(tmp_path / "mixed")
+        assert say(llm) == say_fresh(tmp_path / "mixed", **options)
+
+
+@pytest.mark.parametrize("name", ["ApertusForCausalLM", "GPTNeoXForCausalLM", "MixtralForCausalLM", "OPTForCausalLM"])
+def test_names_of_files_and_of_modules_load_in_any_split(name: str, tmp_path: Path) -> None:
+    """Numbers without a dimension, heads with a name of their own, and experts as one tensor or as many."""
+    save_any(tmp_path / "old", name, seed=0)
+    model = save_any(tmp_path / "new", name, seed=1)
+    options = {"attention_backend": "torch", "model_impl": "transformers"}
+    expected = say_fresh(tmp_path / "new", **options)
+    with LLM(tmp_path / "old", **OPTIONS | options) as llm:
+        for tensors in (load_file(tmp_path / "new" / "model.safetensors"), model.state_dict()):
+            pairs = list(tensors.items())
+            for calls in ([pairs], [[pair] for pair in pairs], [[pair] for pair in reversed(pairs)]):
+                llm.load_weights(load_file(tmp_path / "old" / "model.safetensors").items())
+                for call in calls:
+                    llm.load_weights(call, finish=False)
+                llm.load_weights([])
+                assert say(llm) == expected
+
+
+def test_a_parameter_that_its_tensors_do_not_cover_replaces_nothing(
+    folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def leave_out(model: Any, names: Any) -> Any:
+        return (place for place in find_module_targets(model, names) if not place[1].endswith("k_proj.weight"))
+
+    find_module_targets = renewal.find_module_targets
+    monkeypatch.setattr(renewal, "find_module_targets", leave_out)
+    llm = LLM(folders[0], **OPTIONS)
+    with pytest.raises(RuntimeError, match=r"cover \d+ of the \d+ elements of .*qkv_proj.weight"):
+        llm.load_weights([pair for pair in read(folders[1]) if not pair[0].endswith("k_proj.weight")])
 
 
 def test_some_layers_may_be_replaced_alone(folders: tuple[Path, Path], tmp_path: Path) -> None:

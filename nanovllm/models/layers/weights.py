@@ -27,6 +27,10 @@ class WeightTarget:
     plus: float = 0.0
     dtypes: tuple[str, ...] = FLOATS
 
+    def fits(self, shape: Sequence[int]) -> bool:
+        """Return whether a checkpoint's tensor may have this shape. A number may be stored without dimensions."""
+        return (tuple(shape) or (1,)) == self.shape
+
     def fill(self, source: Any, copy: Callable[[Tensor, Tensor], object]) -> None:
         """Copy the slices of source, a tensor or a slice object of safetensors, by copy(place, values)."""
         if self.view.dim() < 3:

@@ -84,19 +84,19 @@ def name_tensors(names: Iterable[str], config: "PretrainedConfig") -> dict[str, 
 
     A checkpoint that has other parts, such as one for pictures, has "language_model." or "text_model." in the names of
     the text's part.
-    One that was saved without its LM head lacks the name of the body.
+    One that was saved without its LM head lacks the name of the body. The LM head's own may be that of a module.
     """
-    names = list(names)
     body: str = find_class(config).base_model_prefix
-    renamed = {name: name for name in names}
-    if any(TEXT_PART.match(name) for name in names):
-        for name in names:
-            inner = TEXT_PART.sub("", name)
-            own = inner if inner.startswith("lm_head.") else f"{body}.{inner}"
-            renamed[name] = own if inner != name or own == name else UNREAD + name
-    elif not any(name.startswith(f"{body}.") for name in names):
-        renamed = {name: name if name.startswith("lm_head.") else f"{body}.{name}" for name in names}
-    return renamed
+    head = name_ends(config)[0].removesuffix("weight")
+    found = {name: re.sub(r"^lm_head\.", head, name) for name in names}
+    if any(TEXT_PART.match(name) for name in found):
+        for name in found:
+            inner = re.sub(r"^lm_head\.", head, TEXT_PART.sub("", name))
+            own = inner if inner.startswith(head) else f"{body}.{inner}"
+            found[name] = own if inner != name or own == name else UNREAD + name
+    elif not any(name.startswith(f"{body}.") for name in found):
+        found = {name: own if own.startswith(head) else f"{body}.{own}" for name, own in found.items()}
+    return found
 
 
 def name_ends(config: "PretrainedConfig") -> tuple[str, str]:

@@ -357,6 +357,7 @@ class AnyDecoder(nn.Module):
 
         transformers knows how to turn its modules' tensors into those of a checkpoint. Here it does that with tensors
         that have no memory. Where each result begins, and how its elements lie, says which part of our tensor it is.
+        A tensor that `names` has by its name in transformers' modules stays whole: trainers send them so.
 
         Raises:
             ValueError: a result is no part of a tensor, but computed from it.
@@ -364,6 +365,7 @@ class AnyDecoder(nn.Module):
         from transformers.core_model_loading import revert_weight_conversion
 
         own = {name: (path, target) for path, name, target in self._list_targets()}
+        wanted = set(names)
         stand_ins = {
             name: torch.empty_strided(target.view.shape, target.view.stride(), device="meta")
             for name, (_, target) in own.items()
@@ -371,17 +373,21 @@ class AnyDecoder(nn.Module):
         owners = {stand_in.untyped_storage()._cdata: name for name, stand_in in stand_ins.items()}
         with torch.no_grad(), KeepViews():
             reverted = revert_weight_conversion(self.hf, dict(stand_ins))
-        self.elsewhere = tuple(name for name in names if name not in reverted and self._ignored.search(name))
-        for name, part in reverted.items():
+        as_modules = {name for name in wanted.intersection(own) if name not in reverted}
+        parts = {**reverted, **{name: stand_ins[name] for name in as_modules}}
+        self.elsewhere = tuple(name for name in wanted if name not in parts and self._ignored.search(name))
+        for name, part in parts.items():
             owner = owners.get(part.untyped_storage()._cdata)
             if owner is None:
                 raise ValueError(f"{name} in checkpoints is computed from several tensors, which is not supported")
+            if owner in as_modules and name != owner:
+                continue
             path, target = own[owner]
             view = target.view
             if part.shape != view.shape or part.stride() != view.stride():
                 view = view.as_strided(part.shape, part.stride(), view.storage_offset() + part.storage_offset())
-            if not view.dim():
-                yield path, name, WeightTarget(view, (1,), (...,), target.plus)  # type: ignore[arg-type]
+            if not view.dim():  # a checkpoint may have it with one dimension, too
+                yield path, name, WeightTarget(view.view(1), (1,), (...,), target.plus)  # type: ignore[arg-type]
             else:
                 yield path, name, make_whole_target(view, target.plus)
 
