@@ -1,11 +1,12 @@
 """Makes `vllm` this engine in one process, by a finder of modules and versions."""
 
 import sys
+from functools import cache
 from importlib import abc, import_module, machinery, metadata
 from types import ModuleType
 from typing import Any
 
-from nanovllm.apps.standin.environment import VERSION, prepare_children
+from nanovllm.apps.standin.environment import VERSION, find_vllm, prepare_children
 from nanovllm.utils.foreign_names import advise, explain_missing
 from nanovllm.version import __version__
 
@@ -43,9 +44,11 @@ class _Finder(metadata.DistributionFinder, abc.Loader):
         Raises:
             ImportError: vLLM has it, and we do not.
         """
+        if name.partition(".")[0] != "vllm" or not is_vllm():
+            return None
         if is_answered(name):
             return machinery.ModuleSpec(name, self, is_package=True)
-        if name.startswith("vllm.") and (advice := advise(name)):
+        if advice := advise(name):
             raise ImportError(f"{name}: nanovllm, which is vllm here, does not have it: {advice}", name=name)
         return None
 
@@ -61,10 +64,19 @@ class _Finder(metadata.DistributionFinder, abc.Loader):
         vars(module).update(NAMES, __version__=VERSION, __nanovllm__=__version__, __getattr__=find_missing)
 
     def find_distributions(self, context: Any = None) -> list[metadata.Distribution]:
-        return [_Version()] if context is not None and context.name == "vllm" else []
+        return [_Version()] if context is not None and context.name == "vllm" and is_vllm() else []
 
 
 FINDER = _Finder()
+
+
+@cache
+def is_vllm() -> bool:
+    """Return whether `vllm` is this engine in this process. A child may have vLLM itself where its parent has none."""
+    real = find_vllm(FINDER)
+    if real is not None:
+        sys.stderr.write(f"vLLM is installed ({real}), and vllm is vLLM itself in this process: nanovllm did nothing\n")
+    return real is None
 
 
 def install() -> None:
