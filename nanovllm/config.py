@@ -218,6 +218,8 @@ class EngineConfig:
             if value is not getattr(EngineConfig, name):  # the default
                 as_choice(value, name, choices)
         put("device", str(self.device))
+        if self.tensor_parallel_size == 0:  # torch.cuda.device_count()
+            raise refuse(0, "tensor_parallel_size", "1 or more; there is no GPU here, if a script counts them: give 1")
         check_integer("tensor_parallel_size", 1, 8)
         check_integer("pipeline_parallel_size", 1, 8)
         check_integer("data_parallel_size", 1)

@@ -54,7 +54,9 @@ class LLMEngine:
         self._llm = llm
         self._requests: dict[int, tuple[str, Sequence]] = {}
         """{number: its name for the caller, and its first completion}, of the requests that have not ended."""
-        self.model_config = SimpleNamespace(max_model_len=llm.max_model_len)
+        # Replicas have their models in other processes.
+        hf_config = getattr(getattr(llm.engine.runner, "local", llm.engine.runner), "hf_config", None)
+        self.model_config = SimpleNamespace(max_model_len=llm.max_model_len, hf_config=hf_config)
         alone = SimpleNamespace(data_parallel_rank=0, data_parallel_size=1)  # to its caller: it shares requests itself
         self.vllm_config = SimpleNamespace(model_config=self.model_config, parallel_config=alone)
         runner = SimpleNamespace(model=SimpleNamespace(load_weights=partial(llm.load_weights, finish=False)))

@@ -1,5 +1,6 @@
 """Makes `vllm` this engine in one process, by a finder of modules and versions."""
 
+import os
 import sys
 from functools import cache
 from importlib import abc, import_module, machinery, metadata
@@ -13,9 +14,10 @@ from nanovllm.version import __version__
 MODULES = (
     "config distributed.parallel_state distributed.weight_transfer.nccl_common distributed.weight_transfer.nccl_engine "
     "distributed.weight_transfer.packed_tensor engine.arg_utils engine.async_llm_engine engine.llm_engine "
-    "entrypoints.chat_utils entrypoints.llm inputs.data logger logprobs lora.request outputs platforms pooling_params "
-    "renderers.hf sampling_params sequence tokenizers transformers_utils.tokenizer utils.argparse_utils "
-    "utils.network_utils utils.print_utils version v1.engine.async_llm v1.metrics.reader"
+    "entrypoints.chat_utils entrypoints.llm envs inputs.data logger logprobs lora.request model_executor.utils outputs "
+    "platforms pooling_params renderers.hf sampling_params sequence tokenizers transformers_utils.tokenizer "
+    "utils.argparse_utils utils.counter utils.network_utils utils.print_utils version v1.engine.async_llm "
+    "v1.metrics.reader worker.worker"
 )
 """The modules of vLLM's that its clients import, with a space between them. Their packages are answered, too."""
 
@@ -53,15 +55,21 @@ class _Finder(metadata.DistributionFinder, abc.Loader):
         return None
 
     def exec_module(self, module: ModuleType) -> None:
-        from nanovllm.apps.standin.llm import NAMES  # this imports torch
+        from nanovllm.apps.standin.llm import NAMES, OWN_NAMES  # this imports torch
 
-        def find_missing(name: str) -> ModuleType:
-            """Return a module that no import has named. All other names that are not there are missing."""
+        def find_missing(name: str) -> Any:
+            """Return a module that no import has named, or a variable. All other names that are not there are missing.
+
+            Of vLLM's variables only those are known that the environment has. The others are None.
+            """
+            if module.__name__ == "vllm.envs" and name.startswith("VLLM_"):
+                return os.environ.get(name)
             if is_answered(f"{module.__name__}.{name}"):
                 return import_module(f"{module.__name__}.{name}")
             raise explain_missing("nanovllm, which is vllm here,", name)
 
-        vars(module).update(NAMES, __version__=VERSION, __nanovllm__=__version__, __getattr__=find_missing)
+        own = {"__version__": VERSION, "__nanovllm__": __version__, "__getattr__": find_missing}
+        vars(module).update(NAMES | OWN_NAMES.get(module.__name__, {}) | own)
 
     def find_distributions(self, context: Any = None) -> list[metadata.Distribution]:
         return [_Version()] if context is not None and context.name == "vllm" and is_vllm() else []

@@ -1,20 +1,24 @@
 """The names that `vllm` has: ours, but with vLLM's defaults, and vLLM's meaning where ours is another one."""
 
+from collections.abc import Sequence as Seq
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import torch
 from safetensors.torch import load_file
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, set_seed
 
 import nanovllm
 from nanovllm.apps import ported
 from nanovllm.apps.async_llm import AsyncLLM, RequestOutputKind
 from nanovllm.engine.claim import State
+from nanovllm.engine.sequence import Request
 from nanovllm.models.model_folder import ModelFolder
+from nanovllm.outputs import Embedding
+from nanovllm.text.prompts import list_prompts, tokenise_prompts
+from nanovllm.utils.checks import as_choice, as_integer
 from nanovllm.utils.vllm_names import ACCEPTED, ADVICE, LISTED
 
 
@@ -44,6 +48,43 @@ class LLM(nanovllm.LLM):
 
     llm_engine = cached_property(ported.LLMEngine)
 
+    def prepare_requests(self, prompts: Seq[Any], sampling_params: Any, **options: Any) -> list[Request]:
+        """Ignore stop_token_ids above the vocabulary, as vLLM does: clients give those of several models."""
+        if isinstance(sampling_params, list | tuple):
+            known: Any = [self._drop_unknown_ids(params) for params in sampling_params]
+        else:
+            known = self._drop_unknown_ids(sampling_params)
+        return super().prepare_requests(prompts, known, **options)
+
+    def _drop_unknown_ids(self, params: Any) -> Any:
+        ids = getattr(params, "stop_token_ids", None) or ()
+        known = [i for i in ids if i < self.engine.config.vocab_size]
+        return params if len(known) == len(ids) else replace(params, stop_token_ids=known)
+
+    def embed(self, prompts: Any, *args: Any, truncate_prompt_tokens: int | None = None, **options: Any) -> Any:
+        """Return vectors. Of longer prompts the first `truncate_prompt_tokens` tokens count; -1 means max_model_len."""
+        if truncate_prompt_tokens is not None:
+            most = self.max_model_len if truncate_prompt_tokens == -1 else truncate_prompt_tokens
+            most = as_integer(most, "truncate_prompt_tokens", 1, self.max_model_len, "-1, or 1 to max_model_len")
+            listed = list_prompts(prompts)
+            read = tokenise_prompts(listed, self.engine.tokenizer)
+            prompts = [
+                prompt if len(tokens.token_ids) <= most else tokens.token_ids[:most]
+                for prompt, tokens in zip(listed, read, strict=True)
+            ]
+        return super().embed(prompts, *args, **options)
+
+    def encode(self, prompts: Any, *, pooling_task: str | None = None, **options: Any) -> list["Pooled"]:
+        """Return what `embed` does, in vLLM's form for all kinds of pooling. The kind must be "embed"."""
+        as_choice(pooling_task, "pooling_task", ["embed"])
+        return [Pooled(embedding) for embedding in self.embed(prompts, **options)]
+
+    def set_tokenizer(self, tokenizer: Any) -> None:
+        """Take the chat template of a tokenizer that has the model's own tokens."""
+        if tokenizer.get_vocab() != self.tokenizer.get_vocab():
+            raise ValueError(f"set_tokenizer got a tokenizer with other tokens: {ADVICE['tokenizer']}")
+        self.tokenizer.chat_template = tokenizer.chat_template
+
     def score(self, *_: Any, **__: Any) -> NoReturn:
         raise NotImplementedError("vLLM's score() is a relevance, and nanovllm's a log-probability")
 
@@ -63,6 +104,50 @@ class LLM(nanovllm.LLM):
         return super().reset_prefix_cache(*args, **options)
 
 
+class Pooled(Embedding):
+    """vLLM's PoolingRequestOutput, with the vector as a tensor: `output.outputs.data`."""
+
+    @property
+    def data(self) -> torch.Tensor:
+        return torch.from_numpy(self.embedding)
+
+
+class RequestCounter:
+    """vLLM's counter of requests."""
+
+    def __init__(self, start: int = 0) -> None:
+        self.counter = start
+
+    def __next__(self) -> int:
+        self.counter += 1
+        return self.counter - 1
+
+    def reset(self) -> None:
+        self.counter = 0
+
+
+class Worker:
+    """Stands for a class of vLLM's whose methods scripts replace. Nothing calls them."""
+
+    def _assert_memory_footprint_increased_during_profiling(self) -> None:
+        pass
+
+
+class Platform:
+    """Tells what the machine has, as vLLM's `current_platform` does."""
+
+    device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    is_rocm = is_tpu = is_xpu = staticmethod(lambda: False)
+
+    def is_cuda(self) -> bool:
+        return self.device_type == "cuda"
+
+    is_cuda_alike = is_cuda
+
+    def is_cpu(self) -> bool:
+        return self.device_type == "cpu"
+
+
 class Uncalled(type):
     """Makes a class that raises an error when it is called."""
 
@@ -73,7 +158,7 @@ class Uncalled(type):
 
 UNCALLED = (
     *("BeamSearchParams", "ClassificationRequestOutput", "KVTransferConfig", "NCCLTrainerSendWeightsArgs"),
-    *("NCCLWeightTransferEngine", "PoolerConfig", "PoolingRequestOutput", "ScoringRequestOutput"),
+    *("NCCLWeightTransferEngine", "PoolerConfig", "ScoringRequestOutput"),
     *("WeightTransferConfig", "get_ip", "packed_nccl_broadcast_producer", "trainer_init"),
 )
 """Names that clients import, and that most of them never call."""
@@ -82,9 +167,15 @@ NAMES: dict[str, Any] = {
     **{name: getattr(nanovllm, name) for name in nanovllm.__all__},
     **ported.NAMES,
     **{made.__name__: made for made in (LLM, SamplingParams, AsyncLLM, RequestOutputKind)},
+    "PoolingRequestOutput": Pooled,
     **{name: Uncalled(name, (), {}) for name in UNCALLED},
     "AsyncLLMEngine": AsyncLLM,
-    "current_platform": SimpleNamespace(is_cuda=torch.cuda.is_available, is_rocm=lambda: False),
+    "Worker": Worker,
+    "current_platform": Platform(),
     "get_tokenizer": AutoTokenizer.from_pretrained,
+    "set_random_seed": set_seed,
 }
 """They do not depend on the module of vLLM's that a script imports them from."""
+
+OWN_NAMES = {"vllm.utils": {"Counter": RequestCounter}, "vllm.utils.counter": {"Counter": RequestCounter}}
+"""{module: names that are others there}."""
