@@ -3,6 +3,8 @@
 import itertools
 import json
 import random
+from collections.abc import Callable
+from decimal import Decimal
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +12,7 @@ import numpy as np
 import pytest
 from helpers.paths import BOX_MODEL
 from helpers.schemas import SCHEMAS, record, text, whole
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import models
@@ -68,6 +70,7 @@ REFUSED: dict[str, tuple[Any, str, str]] = {
     "integers beyond float64": ({"enum": ["a", [2**53 + 1]]}, "#", "2**53"),
     "a control character": ({"items": {"enum": ["a", "\x7f"]}}, "#/items", "of control characters"),
     "bounds beyond float64": ({"items": {"minimum": 2**53 + 1}}, "#/items", "minimum is 9007199254740993"),
+    "draft 4's excluded bounds": ({"items": {"minimum": 0, "exclusiveMinimum": True}}, "#/items", "is True"),
     "bounds beyond int64": ({"type": "integer", "minimum": 1e30}, "#", "minimum is 1e+30"),
     "no JSON": ("{", "", "it is not JSON"),
     "no schema": ("[]", "", "it is []"),
@@ -358,6 +361,101 @@ def test_whatever_is_taken_of_a_schema_is_kept(schema: dict[str, Any]) -> None:
     except ValueError:
         assume(False)
     check_walks(schema, 4)
+
+
+def write_around(bound: float) -> list[str]:
+    """Write a number in several forms, and numbers just below and above it."""
+    exact = Decimal(str(bound))
+    texts = [f"{exact:f}", f"{exact:f}e0", f"{exact:.1f}", f"{exact:.3f}", f"-{abs(exact):f}", f"{exact * 10:f}e-1"]
+    for distance in ("0.0001", "0.001", "0.5", "1"):
+        texts += [f"{exact - Decimal(distance):f}", f"{exact + Decimal(distance):f}"]
+    return [text if "." not in text else text.rstrip(".") for text in texts]
+
+
+limits = st.sampled_from([0, -0.0, 1, -1, 2, 10, -10, 0.5, -0.5, 0.001, -0.001, 1.5, -1.5, 10.5, -10.25, 1.0, 3])
+ranges = st.fixed_dictionaries(
+    {}, optional=dict.fromkeys(["minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum"], limits)
+)
+PLACES: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
+    "itself": (lambda one, two: {"type": "number", **one, **two}, "{}"),
+    "type list": (lambda one, two: {"type": ["null", "number"], **one, **two}, "{}"),
+    "no type": (lambda one, two: {**one, **two}, "{}"),
+    "integer": (lambda one, two: {"type": "integer", **one, **two}, "{}"),
+    "multiple": (lambda one, two: {"type": "number", "multipleOf": 0.5, **one, **two}, "{}"),
+    "items": (lambda one, two: {"type": "array", "items": {"type": "number", **one, **two}}, "[{}]"),
+    "property": (lambda one, two: {"properties": {"a": {"type": "number", **one, **two}}}, '{{"a": {}}}'),
+    "anyOf": (lambda one, two: {"type": "number", **one, "anyOf": [two, {"minimum": 3}]}, "{}"),
+    "allOf": (lambda one, two: {"type": "number", "allOf": [one, two]}, "{}"),
+    "reference": (lambda one, two: {"$defs": {"a": {"type": "number", **one}}, "$ref": "#/$defs/a", **two}, "{}"),
+}
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(place=st.sampled_from(list(PLACES)), one=ranges, two=ranges)
+@example(place="property", one={"exclusiveMinimum": 0}, two={"maximum": 0.5})
+@example(place="anyOf", one={"minimum": -1.5}, two={"exclusiveMaximum": -1})
+@example(place="type list", one={"minimum": -0.5}, two={"exclusiveMaximum": 0})
+@example(place="reference", one={"exclusiveMinimum": 10}, two={"exclusiveMaximum": 10.5})
+def test_no_number_is_taken_that_is_at_an_excluded_bound_or_just_outside_of_any(
+    place: str, one: dict[str, float], two: dict[str, float]
+) -> None:
+    make, form = PLACES[place]
+    schema = make(one, two)
+    params = StructuredOutputsParams(json=schema)
+    try:
+        GRAMMARS.compile(params)
+    except ValueError as error:
+        assert "nsatisfiable" in str(error) or "nothing fits" in str(error)
+        assume(False)
+    validator = jsonschema.Draft202012Validator(json.loads(json.dumps(schema), parse_float=Decimal))
+    for number in {number for bound in (*one.values(), *two.values()) for number in write_around(bound)}:
+        output = form.format(number)
+        assert not takes(params, output) or validator.is_valid(json.loads(output, parse_float=Decimal)), output
+
+
+@pytest.mark.parametrize(
+    ("bounds", "numbers"),
+    [
+        ({"exclusiveMinimum": 0, "maximum": 0.5}, ["0.5", "0.25", "0.000001"]),
+        ({"exclusiveMinimum": 0, "exclusiveMaximum": 0.001}, ["0.0005", "0.0000000001"]),
+        ({"minimum": -0.5, "exclusiveMaximum": -0.0}, ["-0.5", "-0.0001"]),
+        ({"exclusiveMinimum": 10, "maximum": 10.5}, ["10.5", "10.000000001"]),
+        ({"exclusiveMinimum": 0, "maximum": 2}, ["0.1", "1", "1.75", "2"]),
+    ],
+)
+def test_numbers_beside_an_excluded_bound_are_taken(bounds: dict[str, float], numbers: list[str]) -> None:
+    params = StructuredOutputsParams(json={"type": "number", **bounds})
+    assert [number for number in numbers if takes(params, number)] == numbers
+
+
+sizes = st.integers(0, 3)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    least=sizes,
+    more=sizes,
+    letter=st.sampled_from(["a", "é", "😀", '\\"']),
+    of=st.sampled_from(["string", "array", "object"]),
+)
+def test_a_size_at_a_bound_just_inside_and_just_outside_is_taken_as_jsonschema_takes_it(
+    least: int, more: int, letter: str, of: str
+) -> None:
+    names = [f"{letter[0]}{i}" for i in range(least + more + 2)]
+    schemas = {
+        "string": {"type": "string", "minLength": least, "maxLength": least + more},
+        "array": {"type": "array", "items": {"const": letter}, "minItems": least, "maxItems": least + more},
+        "object": {"type": "object", "required": names[:least], "maxProperties": least + more, "minProperties": least},
+    }
+    schema = schemas[of]
+    if of == "object":
+        schema["properties"] = {name: {} for name in names[:least]}
+    params = StructuredOutputsParams(json=schema)
+    validator = jsonschema.Draft202012Validator(schema)
+    for count in range(max(least - 1, 0), least + more + 2):
+        values = {"string": letter * count, "array": [letter] * count, "object": dict.fromkeys(names[:count], 1)}
+        output = json.dumps(values[of], ensure_ascii=False)
+        assert takes(params, output) == validator.is_valid(values[of]), output
 
 
 def test_the_sixty_schemas_are_taken_as_they_are() -> None:

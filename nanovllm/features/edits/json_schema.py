@@ -6,9 +6,10 @@ where in a schema something is that llguidance refuses.
 """
 
 import json
+import math
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from nanovllm.utils.checks import quote
@@ -102,9 +103,36 @@ def read_schema(text: str) -> dict[str, Any]:
                 part["pattern"] = _translate(part["pattern"])
             if isinstance(part.get("patternProperties"), dict):
                 part["patternProperties"] = {_translate(name): one for name, one in part["patternProperties"].items()}
+        _include_bounds([part for _, part in walk_schema(schema)])
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     return schema
+
+
+def _include_bounds(parts: Sequence[dict[str, Any]]) -> None:
+    """Write excluded bounds that llguidance would not keep as bounds that are not excluded.
+
+    It takes 1 for a number above 1 that is at most 1.5, say: the excluded bound is whole, and the other bound is less
+    than 1 away. allOf, anyOf and $ref may join the bounds of any two parts, so all parts are looked at. The new bound
+    is as near to the old one as float64 can tell, or a billionth of the way to the other bound.
+    """
+    for kind, opposite, sign in (("Minimum", "Maximum", 1), ("Maximum", "Minimum", -1)):
+        excluding = f"exclusive{kind}"
+        others = [_read_number(part.get(name)) for part in parts for name in (opposite.lower(), f"exclusive{opposite}")]
+        for part in parts:
+            known = _read_number(part.get(kind.lower()))
+            bound = known if part.get(excluding) is True else _read_number(part.get(excluding))  # draft 4 has True
+            if bound is None or not bound.is_integer():
+                continue
+            gaps = [gap for other in others if other is not None and 0 < (gap := sign * (other - bound)) < 1]
+            if gaps:
+                moved = bound + sign * max(min(gaps) / 1e9, math.ulp(bound))
+                del part[excluding]
+                part[kind.lower()] = moved if known is None else sign * max(sign * known, sign * moved)
+
+
+def _read_number(value: Any) -> float | None:
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
 def _translate(pattern: str) -> str:
@@ -154,6 +182,8 @@ def _find_unkept(schema: Mapping[str, Any], names_draft: bool) -> str | None:
         bound = schema.get(name)
         if isinstance(bound, int) and abs(bound) > _EXACT:
             return f"{name} is {quote(bound)}; integers may be at most 2**53"
+        if isinstance(bound, bool) and not names_draft:
+            return f'{name} is {bound}, as in draft 4: give the number, or name the draft in "$schema"'
         if isinstance(bound, float) and name != "multipleOf" and (bound if "inimum" in name else -bound) >= 2**63:
             return f"{name} is {bound}; it must be within 64-bit integers"
     if not _can_be_written([schema.get("const"), schema.get("enum")]):
