@@ -59,6 +59,22 @@ REFUSED: dict[str, tuple[Any, str, str]] = {
     "a missing definition": ({"properties": {"a": {"$ref": "#/$defs/no"}}}, "#/properties/a", "/$defs/no"),
     "another server": ({"$ref": "https://example.com/schema"}, "#", "example.com"),
     "patterns that overlap": ({"patternProperties": {"^a": {}, "^ab": {}}}, "#", "disjoint"),
+    # what llguidance would take, and fail in the middle of
+    "a pattern of listed names": (
+        {"items": {"properties": {"a": {}}, "patternProperties": {"^a$": {}}, "additionalProperties": False}},
+        "#/items",
+        "patternProperties",
+    ),
+    "patterns of required names": (
+        {"required": ["a", "b"], "patternProperties": {"^(a|b)$": {"type": "null"}}, "additionalProperties": False},
+        "#",
+        "patternProperties",
+    ),
+    "patterns of names in another part": (
+        {"allOf": [{"properties": {"é": {}}}, {"patternProperties": {"^é$": {}}, "additionalProperties": False}]},
+        "#",
+        "patternProperties",
+    ),
     # what llguidance would take, and not keep
     "its own options": ({"x-guidance": {"lenient": True}, "not": {}}, "#", "x-guidance"),
     "a misspelt keyword": ({"items": {"type": "string", "maxlength": 3}}, "#/items", "did you mean maxLength"),
@@ -109,11 +125,16 @@ def test_the_place_of_an_error_is_searched_for_a_limited_time_and_once(monkeypat
         {"type": "string", "title": "a", "description": "b", "examples": ["c"], "example": "d", "unit": "kg"},
         {"properties": {"maxlength": {}, "format": {"type": "string"}, "x-guidance": {}, "not": {}}},
         {"const": {"not": 1, "maxlength": 2}},
+        {"properties": {"ab": {}}, "patternProperties": {"^a": {}}, "additionalProperties": False},
+        {"properties": {"a": {}}, "patternProperties": {"^[ab]$": {}}, "additionalProperties": False},
+        {"properties": {"a": {}}, "patternProperties": {"^a$": {}}},
+        {"patternProperties": {"^a$": {}, "^b$": {}}, "additionalProperties": False},
+        {"allOf": [{"properties": {"a": {}}, "additionalProperties": False}, {"patternProperties": {"^a$": {}}}]},
         {"type": "integer", "format": "int32"},
         {"$schema": "http://json-schema.org/draft-07/schema#", "items": [{"type": "integer"}]},
     ],
 )
-def test_annotations_names_and_values_are_no_keywords(schema: Any) -> None:
+def test_annotations_names_values_and_patterns_of_more_names_are_taken(schema: Any) -> None:
     GRAMMARS.compile(StructuredOutputsParams(json=json.dumps(schema)))
 
 

@@ -182,13 +182,47 @@ def _find_unkept(schema: Mapping[str, Any], names_draft: bool) -> str | None:
         bound = schema.get(name)
         if isinstance(bound, int) and abs(bound) > _EXACT:
             return f"{name} is {quote(bound)}; integers may be at most 2**53"
-        if isinstance(bound, bool) and not names_draft:
+        if isinstance(bound, bool) and name.startswith("exclusive") and not names_draft:
             return f'{name} is {bound}, as in draft 4: give the number, or name the draft in "$schema"'
         if isinstance(bound, float) and name != "multipleOf" and (bound if "inimum" in name else -bound) >= 2**63:
             return f"{name} is {bound}; it must be within 64-bit integers"
     if not _can_be_written([schema.get("const"), schema.get("enum")]):
         return "const and enum may have numbers below 2**53, and of control characters \\b, \\t, \\n, \\f and \\r"
     return None
+
+
+def make_probe(schema: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return a schema of objects that have all names which a schema lists, and further ones as it allows them.
+
+    llguidance lets a comma come after the last listed name if there are patterns, also where these match no other name.
+    With this schema, in which all values are null, the compiler asks whether they do. None if it need not ask.
+    """
+    null = {"type": "null"}
+    names: dict[str, Any] = {}
+    parts = []
+    members = [schema]
+    for member in members:
+        members += [inner for inner in _read(member, "allOf", list) if isinstance(inner, dict)]
+        listed = dict.fromkeys(_read(member, "properties", dict), null)
+        patterns = {
+            name: null if one is not False else one for name, one in _read(member, "patternProperties", dict).items()
+        }
+        is_open = member.get("additionalProperties") is not False
+        part = {"properties": listed, "patternProperties": patterns, "additionalProperties": is_open}
+        if "maxProperties" in member:
+            part["maxProperties"] = member["maxProperties"]
+        parts.append(part)
+        names |= listed | dict.fromkeys(_read(member, "required", list), null)
+    has_patterns = any(part["patternProperties"] for part in parts)
+    if not names or not has_patterns or all(part["additionalProperties"] for part in parts):
+        return None
+    return {"type": "object", "properties": names, "required": list(names), "allOf": parts}
+
+
+def _read(schema: Mapping[str, Any], name: str, kind: type[Any]) -> Any:
+    """Return the value of a keyword; an empty one if there is none, or none of this kind."""
+    value = schema.get(name)
+    return value if isinstance(value, kind) else kind()
 
 
 def _can_be_written(value: Any) -> bool:
