@@ -86,6 +86,12 @@ REFUSED: dict[str, tuple[Any, str, str]] = {
     "integers beyond float64": ({"enum": ["a", [2**53 + 1]]}, "#", "2**53"),
     "a control character": ({"items": {"enum": ["a", "\x7f"]}}, "#/items", "of control characters"),
     "bounds beyond float64": ({"items": {"minimum": 2**53 + 1}}, "#/items", "minimum is 9007199254740993"),
+    "what a reference leads to": (
+        {"items": {"$ref": "#/components/a%20b"}, "components": {"a b": {"type": "string", "maxlength": 2}}},
+        "#/components/a%20b",
+        "maxLength",
+    ),
+    "a place by its server": ({"$id": "https://a.b/c", "$ref": "c#/x", "x": {"type": "null"}}, "#", "begins with #/"),
     "draft 4's excluded bounds": ({"items": {"minimum": 0, "exclusiveMinimum": True}}, "#/items", "is True"),
     "bounds beyond int64": ({"type": "integer", "minimum": 1e30}, "#", "minimum is 1e+30"),
     "no JSON": ("{", "", "it is not JSON"),
@@ -319,6 +325,7 @@ FORMATS = ["date", "time", "date-time", "email", "hostname", "ipv4", "ipv6", "uu
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_format_is_kept_wherever_the_walk_goes(name: str) -> None:
     check_walks({"type": "string", "format": name}, 25)
+    check_walks({"type": "array", "items": {"$ref": "#/x/y"}, "x": {"y": {"type": "string", "format": name}}}, 5)
     assert read_schema('{"format": "date"}') != {"format": "date"}  # of which llguidance has days too many
 
 
@@ -407,6 +414,7 @@ PLACES: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
     "property": (lambda one, two: {"properties": {"a": {"type": "number", **one, **two}}}, '{{"a": {}}}'),
     "anyOf": (lambda one, two: {"type": "number", **one, "anyOf": [two, {"minimum": 3}]}, "{}"),
     "allOf": (lambda one, two: {"type": "number", "allOf": [one, two]}, "{}"),
+    "another place": (lambda one, two: {"x": {"y": [{"type": "number", **one}]}, "$ref": "#/x/y/0", **two}, "{}"),
     "reference": (lambda one, two: {"$defs": {"a": {"type": "number", **one}}, "$ref": "#/$defs/a", **two}, "{}"),
 }
 

@@ -11,6 +11,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
+from urllib.parse import unquote
 
 from nanovllm.utils.checks import quote
 
@@ -93,7 +94,8 @@ def read_schema(text: str) -> dict[str, Any]:
         raise ValueError(f"it is {quote(schema)}; it must be an object")
     names_draft = "$schema" in schema
     try:
-        for place, part in walk_schema(schema):
+        parts = list(_find_parts(schema))
+        for place, part in parts:
             if reason := _find_unkept(part, names_draft):
                 raise ValueError(f"at {place}: {reason}")
             patterns = FORMAT_PATTERNS.get(str(part.get("format")))
@@ -103,9 +105,35 @@ def read_schema(text: str) -> dict[str, Any]:
                 part["pattern"] = _translate(part["pattern"])
             if isinstance(part.get("patternProperties"), dict):
                 part["patternProperties"] = {_translate(name): one for name, one in part["patternProperties"].items()}
-        _include_bounds([part for _, part in walk_schema(schema)])
+        _include_bounds([part for _, part in parts])
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+    return schema
+
+
+def _find_parts(schema: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield what `walk_schema` yields, and then the schemas in other places that a $ref leads to, as #/components."""
+    seen: set[int] = set()
+    targets: list[tuple[str, Any]] = [("#", schema)]
+    for start, target in targets:
+        if id(target) in seen:
+            continue
+        for place, part in walk_schema(target, start):
+            seen.add(id(part))
+            ref = part.get("$ref")
+            if isinstance(ref, str) and ref.startswith("#/"):
+                targets.append((ref, _follow(schema, ref)))
+            yield place, part
+
+
+def _follow(schema: Any, pointer: str) -> Any:
+    """Return the value that a JSON pointer leads to; None if it leads nowhere."""
+    for key in unquote(pointer).split("/")[1:]:
+        name = key.replace("~1", "/").replace("~0", "~")
+        if isinstance(schema, list) and name.isdecimal() and int(name) < len(schema):
+            schema = schema[int(name)]
+        else:
+            schema = schema.get(name) if isinstance(schema, dict) else None
     return schema
 
 
@@ -170,6 +198,9 @@ def _find_unkept(schema: Mapping[str, Any], names_draft: bool) -> str | None:
         known = _SPELLINGS.get(name.replace("_", "").lower())
         if name in _REFUSED_KEYWORDS or (known and name != known):
             return f"{name} is not supported" + (f"; did you mean {known}?" if known else "")
+    ref = schema.get("$ref")
+    if isinstance(ref, str) and "#/" in ref[1:]:
+        return f"$ref is {quote(ref)}; a place in this schema begins with #/"
     required = schema.get("required", [])
     if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
         return f"required is {quote(required)}; it must be a list of names"
