@@ -9,6 +9,7 @@ import json
 import math
 import re
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import unquote
@@ -147,14 +148,16 @@ def _include_bounds(parts: Sequence[dict[str, Any]]) -> None:
     for kind, opposite, sign in (("Minimum", "Maximum", 1), ("Maximum", "Minimum", -1)):
         excluding = f"exclusive{kind}"
         others = [_read_number(part.get(name)) for part in parts for name in (opposite.lower(), f"exclusive{opposite}")]
+        ahead = sorted(sign * other for other in others if other is not None)
         for part in parts:
             known = _read_number(part.get(kind.lower()))
             bound = known if part.get(excluding) is True else _read_number(part.get(excluding))  # draft 4 has True
             if bound is None or not bound.is_integer():
                 continue
-            gaps = [gap for other in others if other is not None and 0 < (gap := sign * (other - bound)) < 1]
-            if gaps:
-                moved = bound + sign * max(min(gaps) / 1e9, math.ulp(bound))
+            nearest = bisect_right(ahead, sign * bound)
+            gap = ahead[nearest] - sign * bound if nearest < len(ahead) else 1.0
+            if gap < 1:
+                moved = bound + sign * max(gap / 1e9, math.ulp(bound))
                 del part[excluding]
                 part[kind.lower()] = moved if known is None else sign * max(sign * known, sign * moved)
 
