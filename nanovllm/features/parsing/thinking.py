@@ -57,10 +57,14 @@ class ThinkingTokens:
         return None
 
     def _ends_with(self, prompt: Seq[int], opening: str) -> bool:
-        """Tell whether a prompt ends with a text. A caller may have changed the token ids, and left the text."""
-        most_tokens = len(opening.encode())
+        """Tell whether a prompt ends with a text. A caller may have changed the token ids, and left the text.
+
+        White space does not count: some tokenizers add a space after a tag, or drop it.
+        """
+        most_tokens = 2 * len(opening.encode())
         ending = list(prompt[max(len(prompt) - most_tokens, 0) :])
-        return self._tokenizer.decode(ending, skip_special_tokens=False).endswith(opening)
+        text = self._tokenizer.decode(ending, skip_special_tokens=False)
+        return "".join(text.split()).endswith("".join(opening.split()))
 
     def find_answer(
         self, prompt: Seq[int], output: Seq[int], text: str | None = None, ends_with_call: bool = True
