@@ -78,6 +78,7 @@ class LLM:
         Raises:
             TypeError: an option does not exist. The message names a similar option, or else all options.
             ValueError: a value is out of range, this machine does not support it, or the model cannot be loaded.
+            RuntimeError: this process was forked after torch had computed, and torch would hang in it.
         """
         self.engine = load_engine(EngineConfig.from_options(model, options))
         self._lock = RLock()  # reentrant, because a signal's handler may call `submit`

@@ -33,6 +33,7 @@ from nanovllm.runner.resolve import resolve
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.tokenizer import Tokenizer
 from nanovllm.utils.checks import as_integer
+from nanovllm.utils.forks import check_fork
 from nanovllm.utils.machine import limit_threads
 from nanovllm.utils.memory import check_limits
 
@@ -74,6 +75,7 @@ def make_engine(asked: EngineConfig) -> LLMEngine:
     config = resolve_options(asked, hf_config)
     if config.device == "cpu":
         limit_threads()
+    check_fork()
     if config.speculative_config is not None and config.speculative_config["method"] == "draft_model":
         from nanovllm.features.drafts.draft_model import find_draft
 

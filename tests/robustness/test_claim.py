@@ -6,6 +6,7 @@ middle of nearly everything. What could crash the process runs in one of its own
 
 import atexit
 import gc
+import multiprocessing
 import os
 import random
 import re
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from helpers.paths import BOX_MODEL, TESTS
 from helpers.tiny import SMALL, draw_prompts, save_random
 from safetensors.torch import load_file
@@ -33,6 +35,7 @@ from nanovllm.engine.claim import REFUSALS, State
 from nanovllm.engine.llm_engine import OPEN_RUN
 from nanovllm.features.sharing import HOLDER
 from nanovllm.outputs import Output
+from nanovllm.utils import forks
 
 OPTIONS: dict[str, Any] = SMALL | {
     "device": "cpu",
@@ -329,6 +332,50 @@ def test_a_forked_process_is_refused_and_waits_for_no_lock(llm: LLM) -> None:
         _, status = os.waitpid(child, 0)
         assert os.waitstatus_to_exitcode(status) == len(calls)
         assert all(len(future.result(timeout=60)["token_ids"]) == 40 for future in futures)
+
+
+def make_and_ask(folder: str) -> str:
+    """Make an engine. Return what it says, or why it was refused."""
+    signal.alarm(60)
+    try:
+        with LLM(folder, **OPTIONS) as llm:
+            return str(say(llm))
+    except RuntimeError as error:
+        return str(error)
+
+
+def make_engines_in_forks(folder: str) -> None:
+    """Make an engine in forked processes: before the parent computes anything, and afterwards."""
+    from transformers import AutoConfig, AutoTokenizer  # noqa: F401  # the children need not import them
+
+    torch.set_num_threads(2)
+    os.environ["OMP_NUM_THREADS"] = "2"
+
+    def fork(on_child: Any = signal.SIG_DFL) -> str:
+        reading, writing = os.pipe()
+        child = os.fork()
+        if child == 0:
+            signal.signal(signal.SIGCHLD, on_child)
+            os.write(writing, make_and_ask(folder).encode())
+            os._exit(0)
+        os.close(writing)
+        assert os.waitpid(child, 0)[1] == 0, "it hung or crashed"
+        with open(reading, encoding="utf-8") as pipe:
+            return pipe.read()
+
+    before = fork(signal.SIG_IGN)
+    torch.ones(1 << 20).exp_()
+    forks.SECONDS = 1.0
+    after = fork()
+    assert "forked after torch had computed with several threads" in after and "spawn or subprocess" in after, after
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        assert pool.apply_async(make_and_ask, [folder]).get(timeout=60) == after
+    assert make_and_ask(folder) == before, "the children answered, and the parent is as it was"
+    assert fork(signal.SIG_IGN) == after, "an engine is here now"
+
+
+def test_an_engine_in_a_forked_process_answers_or_is_refused_and_does_not_hang(folders: list[Path]) -> None:
+    run_apart(make_engines_in_forks, folders[0])
 
 
 # ---- closing
