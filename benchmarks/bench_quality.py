@@ -3,6 +3,7 @@
     python benchmarks/bench_quality.py MODEL                        a folder or a Hugging Face id
     python benchmarks/bench_quality.py tiny-qwen3 --chats 300       the built-in model, on questions of its own kind
     python benchmarks/bench_quality.py random                       a model of six layers with random weights
+    python benchmarks/bench_quality.py random --outliers 50         a wide one; few inputs are 50 times the others
     python benchmarks/bench_quality.py MODEL --checkpoint FOLDER    also a checkpoint that is quantised already
 
 The reference is the unquantised model in float32. Each format scores the same tokens as the reference does, a window
@@ -41,6 +42,8 @@ from nanovllm.models.hub import find_model
 ROOT = Path(__file__).resolve().parents[1]
 ROWS = 64
 """Rows of logits that are compared at a time."""
+OUTLIERS = 4
+"""Inputs of a matrix that --outliers makes larger."""
 NOT_MATRICES = ("norm", "bias")
 EMBEDDINGS = ("embed_tokens", "lm_head")
 
@@ -98,22 +101,55 @@ def main(arguments: list[str] | None = None) -> None:
     with ExitStack() as stack:
         if args.model == "random":
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "random"
-            write_random(folder)
+            write_random(folder, args)
         else:
             folder = find_model(args.model).resolve()
         compare(folder, args)
 
 
-def write_random(folder: Path) -> None:
+def write_random(folder: Path, args: argparse.Namespace) -> None:
     """Write a model of random weights for the built-in tokenizer. They are scaled as those of the tests' models."""
     sys.path.insert(0, str(ROOT / "tests"))
     source = find_model("tiny-qwen3")
     sizes = {"vocab_size": json.loads((source / "config.json").read_text())["vocab_size"]}
     sizes |= {"hidden_size": 256, "num_hidden_layers": 6, "intermediate_size": 768, "max_position_embeddings": 4096}
     sizes |= {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}
+    if args.outliers:
+        sizes |= {"hidden_size": 1024, "num_hidden_layers": 4, "intermediate_size": 3072}
+        sizes |= {"num_attention_heads": 16, "num_key_value_heads": 8}
     importlib.import_module("helpers.tiny").save_random(folder, **sizes)
+    if args.outliers:
+        enlarge_inputs(folder / "model.safetensors", args.outliers, args.first_token)
     for path in (*source.glob("tokenizer*.json"), source / "generation_config.json"):
         shutil.copy(path, folder)
+
+
+def enlarge_inputs(checkpoint: Path, factor: float, in_first_token: bool) -> None:
+    """Make a few inputs `factor` times as large: of all layers' matrices, or of token 0 as it is embedded.
+
+    The weights become smaller, so that the likeliest token is less clear. Otherwise the divergence of a format that
+    loses much says little.
+    """
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(checkpoint)
+    generator = torch.Generator().manual_seed(1)
+    hidden = tensors["model.norm.weight"].shape[0]
+    inner = tensors["model.layers.0.mlp.up_proj.weight"].shape[0]
+    channels = torch.randperm(hidden, generator=generator)[:OUTLIERS]
+    inner_channels = torch.randperm(inner, generator=generator)[:OUTLIERS]
+    tensors["model.norm.weight"] /= 6
+    for name, tensor in tensors.items():
+        if "_proj" in name:
+            tensor /= 2
+        if not in_first_token and name.endswith(("input_layernorm.weight", "post_attention_layernorm.weight")):
+            tensor[channels] *= factor
+        if not in_first_token and name.endswith("up_proj.weight"):
+            tensor[inner_channels] *= factor
+    if in_first_token:
+        embedding = tensors["model.embed_tokens.weight"]
+        embedding[0, channels] = factor * embedding.std() * embedding[0, channels].sign()
+    save_file(tensors, checkpoint, metadata={"format": "pt"})
 
 
 def compare(folder: Path, args: argparse.Namespace) -> None:
@@ -128,6 +164,8 @@ def compare(folder: Path, args: argparse.Namespace) -> None:
         windows = make_windows(reference, args)
         mark = hashlib.sha256(repr(windows).encode()).hexdigest()[:12]
         key = {"model": folder.name, "windows": mark}
+        if args.outliers:
+            key |= {"outliers": args.outliers, "first token": args.first_token}
         done = read_results(results, key)
         num_done = sum(len(done.get(name, {})) for name in formats)
         bar = tqdm(total=len(windows) * len(formats), initial=num_done, desc="Windows")
@@ -157,6 +195,8 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     add(
         "--chats", type=int, default=0, metavar="N", help="instead, N answers as the built-in model was trained to give"
     )
+    add("--outliers", type=float, metavar="FACTOR", help="of a random model, how many times as large few inputs are")
+    add("--first-token", action="store_true", help="with --outliers: in the first token of a window alone")
     add("--window", type=int, default=512, help="tokens of a window")
     add("--max-tokens", type=int, default=20_000, help="stop after so many tokens of text")
     add("--results", type=Path, metavar="FILE", help="where results are kept; default: quality-MODEL.jsonl")
@@ -164,6 +204,10 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     for name in ("window", "max_tokens"):
         if getattr(args, name) < 2:
             parser.error(f"--{name.replace('_', '-')} is {getattr(args, name)}; it must be at least 2")
+    if args.outliers is not None and (args.model != "random" or not args.outliers >= 1):
+        parser.error(f"--outliers is {args.outliers} and MODEL {args.model}; it must be at least 1, and MODEL random")
+    if args.first_token and args.outliers is None:
+        parser.error("--first-token says where outliers are: give --outliers FACTOR, too")
     return args
 
 
@@ -185,7 +229,8 @@ def make_windows(llm: LLM, args: argparse.Namespace) -> list[Window]:
     # A token has some characters, so this is text enough, and tokenising a whole book would take a minute.
     ids = tokenizer(text[: 16 * args.max_tokens], add_special_tokens=False)["input_ids"][: args.max_tokens]
     starts = range(0, len(ids) - 1, args.window)
-    return [Window(ids[i : i + 1], ids[i + 1 : i + args.window]) for i in starts if len(ids) - i > 1]
+    windows = [Window(ids[i : i + 1], ids[i + 1 : i + args.window]) for i in starts if len(ids) - i > 1]
+    return [Window([0], window.continuation) for window in windows] if args.first_token else windows
 
 
 def make_chats(tokenizer: Any, count: int) -> list[Window]:

@@ -7,9 +7,19 @@ from typing import Any
 import pytest
 import torch
 from helpers.tiny import save_random
+from transformers import Qwen3ForCausalLM
 
 from benchmarks import bench_quality
-from benchmarks.bench_quality import Format, Window, compare_window, open_llm, print_table, read_logits, round_matrix
+from benchmarks.bench_quality import (
+    OUTLIERS,
+    Format,
+    Window,
+    compare_window,
+    open_llm,
+    print_table,
+    read_logits,
+    round_matrix,
+)
 
 FLOAT32 = Format({"dtype": "float32"})
 
@@ -49,6 +59,40 @@ def test_rounding_is_to_the_nearest_step_of_its_group(rounding: str | int, steps
             step = group.abs().max() / steps
             # A value near the largest may be half a step beyond the last code of int4.
             assert (group - its).abs().max() <= 0.5001 * step
+
+
+@pytest.mark.parametrize("in_first_token", [False, True])
+def test_few_inputs_become_as_many_times_as_large(tmp_path: Path, in_first_token: bool) -> None:
+    """transformers says what the first layer's attention and MLP read before and after."""
+
+    def read() -> dict[str, torch.Tensor]:
+        model = Qwen3ForCausalLM.from_pretrained(tmp_path)
+        layer = model.model.layers[0]
+        found: dict[str, torch.Tensor] = {}
+        for name in ("input_layernorm", "self_attn.q_proj", "mlp.down_proj"):
+            layer.get_submodule(name).register_forward_pre_hook(
+                lambda _, inputs, name=name: found.update({name: inputs[0][0]})
+            )
+        with torch.no_grad():
+            model(torch.tensor([[0, 5, 9]]))
+        return found
+
+    save_random(tmp_path)
+    before = read()
+    bench_quality.enlarge_inputs(tmp_path / "model.safetensors", 50, in_first_token)
+    after = read()
+    if in_first_token:
+        changed = before["input_layernorm"] != after["input_layernorm"]
+        assert changed.sum(1).tolist() == [OUTLIERS, 0, 0]
+        assert (after["input_layernorm"][changed].abs() / before["input_layernorm"].std() > 25).all()
+        return
+    assert torch.equal(before["input_layernorm"], after["input_layernorm"])
+    ratios = after["self_attn.q_proj"] / before["self_attn.q_proj"]
+    is_large = (ratios - 50).abs() < 1e-3
+    assert is_large.sum(1).tolist() == [OUTLIERS] * 3
+    assert torch.equal(after["self_attn.q_proj"][~is_large], before["self_attn.q_proj"][~is_large])
+    usual = after["mlp.down_proj"].abs().median()
+    assert (after["mlp.down_proj"].abs().max(1).values > 50 * usual).all()
 
 
 def test_an_interrupted_run_goes_on(
