@@ -117,6 +117,7 @@ def write_random(folder: Path, args: argparse.Namespace) -> None:
     if args.outliers:
         sizes |= {"hidden_size": 1024, "num_hidden_layers": 4, "intermediate_size": 3072}
         sizes |= {"num_attention_heads": 16, "num_key_value_heads": 8}
+        sizes["tie_word_embeddings"] = False  # a larger embedding changes no logit by itself
     importlib.import_module("helpers.tiny").save_random(folder, **sizes)
     if args.outliers:
         enlarge_inputs(folder / "model.safetensors", args.outliers, args.first_token)
