@@ -14,6 +14,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
+    from helpers.warm import WarmPython
+
     from nanovllm import LLM
 
 # On a busy machine examples are drawn slowly, and each may take any time.
@@ -127,6 +129,16 @@ def reciter(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("reciter")
     save_reciter(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def warm_python() -> Iterator["WarmPython"]:
+    """Runs scripts in children of a process that has imported torch: see helpers/warm.py."""
+    from helpers.warm import WarmPython
+
+    warm = WarmPython()
+    yield warm
+    warm.close()
 
 
 @pytest.fixture

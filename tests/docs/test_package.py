@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.paths import ROOT
+from helpers.warm import WarmPython
 
 from nanovllm.backends import find_backend
 from scripts.check_code import (
@@ -83,33 +84,23 @@ def test_only_tables_import_by_name() -> None:
 
 
 GENERATE = """
-import os
 import sys
-import torch, transformers
-from transformers import AutoConfig, AutoTokenizer  # children have them then
+from nanovllm import LLM, SamplingParams
 
-for backend in sys.argv[1:]:
-    if os.fork() == 0:
-        from nanovllm import LLM, SamplingParams
-        with LLM("tiny-qwen3", device="cpu", attention_backend=backend, max_model_len=64) as llm:
-            llm.generate([[5]], SamplingParams(1.0, 2), use_tqdm=False)
-        print(backend, *(name for name in sys.modules if name.startswith("nanovllm.")), flush=True)
-        os._exit(0)
-    assert os.wait()[1] == 0
+with LLM("tiny-qwen3", device="cpu", attention_backend=sys.argv[1], max_model_len=64) as llm:
+    llm.generate([[5]], SamplingParams(1.0, 2), use_tqdm=False)
+print(*(name for name in sys.modules if name.startswith("nanovllm.")))
 """
 
 
-def test_a_process_loads_the_device_that_it_has_chosen_and_no_feature() -> None:
+def test_a_process_loads_the_device_that_it_has_chosen_and_no_feature(warm_python: WarmPython) -> None:
     """By the package's own modules that are there after `generate`."""
     loaded: dict[str, set[str]] = {"torch": set(), "cpu": {"backends/cpu"}, "triton": {"backends/gpu"}}
-    for backend in list(loaded):
-        if find_backend(backend, CPU).why_cannot(CPU) is not None:  # type: ignore[union-attr]
-            del loaded[backend]
-    lines = python(GENERATE, *loaded).splitlines()
-    for line, (backend, expected) in zip(lines, loaded.items(), strict=True):
-        name, *modules = line.split()
-        assert name == backend
-        assert {found for module in modules if (found := feature_of(module))} == expected, backend
+    for backend, expected in loaded.items():
+        if find_backend(backend, CPU).why_cannot(CPU) is None:  # type: ignore[union-attr]
+            done = warm_python.run(GENERATE, backend, cwd=ROOT)
+            assert done.returncode == 0, done.stderr
+            assert {found for module in done.stdout.split() if (found := feature_of(module))} == expected, backend
 
 
 def test_the_version_is_known_from_source_without_installation() -> None:

@@ -1,15 +1,12 @@
 """The rings of the package: imports point inwards, and whoever deletes a feature deletes that feature alone."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from helpers.paths import ROOT
+from helpers.warm import WarmPython
 
 from scripts.check_code import (
     EXCEPTIONS,
@@ -94,33 +91,6 @@ print(nanovllm.__file__)
 print(json.dumps(failed))
 """
 
-FORKER = """
-import os
-import signal
-import sys
-import traceback
-import huggingface_hub, numpy, safetensors.torch, tokenizers, torch, transformers
-from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
-
-for line in sys.stdin:
-    child = os.fork()
-    if child == 0:
-        signal.alarm(600)
-        os.chdir(line.strip())
-        sys.path.insert(0, line.strip())
-        try:
-            exec(sys.argv[1], {"__name__": "__main__"})
-        except BaseException:
-            print(traceback.format_exc())
-        finally:
-            sys.stdout.flush()
-            os._exit(0)
-    os.waitpid(child, 0)
-    print("END", flush=True)
-"""
-"""Runs the uses in a copy of the package, whose folder is a line of the input: in a child, which finds torch and
-transformers imported, and this package not."""
-
 OWN_USES = {
     "conversations": {"chat"},
     "drafts": {"drafts"},
@@ -143,22 +113,10 @@ def list_removable() -> list[str]:
     ]
 
 
-@pytest.fixture(scope="module")
-def forker(tmp_path_factory: pytest.TempPathFactory) -> Iterator["subprocess.Popen[str]"]:
-    command = [sys.executable, "-c", FORKER, USES]
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    pipe = subprocess.PIPE
-    place = tmp_path_factory.mktemp("empty")
-    with subprocess.Popen(command, cwd=place, env=environment, stdin=pipe, stdout=pipe, text=True) as process:
-        yield process
-        assert process.stdin is not None
-        process.stdin.close()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", list_removable())
 def test_whoever_deletes_a_feature_deletes_that_feature_alone(
-    forker: "subprocess.Popen[str]", tmp_path: Path, name: str
+    warm_python: WarmPython, tmp_path: Path, name: str
 ) -> None:
     """Ten uses run in a copy of the package without the feature. Only the uses of the feature fail, and they say so."""
     shutil.copytree(PACKAGE, tmp_path / "nanovllm", ignore=shutil.ignore_patterns("__pycache__"))
@@ -167,15 +125,10 @@ def test_whoever_deletes_a_feature_deletes_that_feature_alone(
         shutil.rmtree(place)
     else:
         place.unlink()
-    assert forker.stdin is not None and forker.stdout is not None
-    forker.stdin.write(f"{tmp_path}\n")
-    forker.stdin.flush()
-    printed = []
-    while (line := forker.stdout.readline()) != "END\n":
-        assert line, "the process has ended"
-        printed.append(line)
-    *_, where, failures = ["", *printed]
-    assert Path(where.strip()).is_relative_to(tmp_path), "".join(printed)
+    done = warm_python.run(USES, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    where, failures = done.stdout.splitlines()[-2:]
+    assert Path(where).is_relative_to(tmp_path)
     failed = json.loads(failures)
     assert set(failed) == OWN_USES.get(Path(name).stem, set()), "\n".join(failed.values())
     for error in failed.values():

@@ -2,8 +2,6 @@
 
 import math
 import random
-import subprocess
-import sys
 from array import array
 from collections import Counter
 from collections.abc import Callable
@@ -19,6 +17,7 @@ from helpers.graphs import StandInGraphs
 from helpers.kernel_cases import edit_case, pack_values
 from helpers.paths import BOX_MODEL
 from helpers.tiny import END, SMALL, draw_prompts, edit_json, logits_of, make_tokenizer, save_random
+from helpers.warm import WarmPython
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -431,14 +430,14 @@ def test_a_request_that_has_run_holds_no_masks(llm: LLM) -> None:
     assert set(vars(request.edits)) == before
 
 
-def test_an_engine_of_which_nobody_asks_for_edits_loads_nothing_of_them(folder: Path) -> None:
+def test_an_engine_of_which_nobody_asks_for_edits_loads_nothing_of_them(folder: Path, warm_python: WarmPython) -> None:
     code = (
         "import sys; from nanovllm import LLM, SamplingParams\n"
         f"LLM({str(folder)!r}, max_model_len=64).generate([[5]], SamplingParams(1.0, 3), use_tqdm=False)\n"
         "print([name for name in sys.modules if 'edit' in name and 'nanovllm' in name])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    done = warm_python.run(code)
+    assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr
 
 
 # ---- what comes back

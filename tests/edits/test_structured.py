@@ -18,6 +18,7 @@ from helpers.batch_jobs import openai_line, read_answers, texts_by_id, write_lin
 from helpers.paths import ROOT
 from helpers.schemas import BAD_VALUES, SCHEMAS, record, text, whole
 from helpers.tiny import edit_json, logits_of, make_tokenizer, save_random
+from helpers.warm import WarmPython
 
 pytest.importorskip("jsonschema")
 pytest.importorskip("llguidance")
@@ -338,15 +339,13 @@ def test_what_a_model_cannot_do_is_refused_before_anything_runs(
         llm.generate("a", SamplingParams(structured_outputs=asked))
 
 
-def test_nothing_of_it_is_imported_before_a_request_asks() -> None:
-    import subprocess
-
+def test_nothing_of_it_is_imported_before_a_request_asks(warm_python: WarmPython) -> None:
     script = (
         "import sys, nanovllm; llm = nanovllm.LLM('tiny-qwen3', max_model_len=64, num_kvcache_blocks=4); "
         "llm.generate('a', nanovllm.SamplingParams(max_tokens=2), use_tqdm=False); "
         "print([n for n in sys.modules if 'llguidance' in n or 'grammars' in n or 'json_schema' in n])"
     )
-    assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True).stdout.strip() == "[]"
+    assert warm_python.run(script).stdout.strip() == "[]"
 
 
 # ---- Nothing else changes

@@ -3,8 +3,6 @@
 tests/kernels/test_processors.py does the same for builds for other processors.
 """
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +10,7 @@ import torch
 from helpers.cpu_checks import BF16, FP32
 from helpers.dynamic_checks import check_dynamic_experts, check_dynamic_products, draw_inputs
 from helpers.quantized_checks import assert_rows_keep_their_bits
+from helpers.warm import WarmPython
 
 from nanovllm.backends.cpu.dynamic import DynamicCpuMatrix, dynamic_library
 from nanovllm.backends.cpu.scratch import Scratch
@@ -87,9 +86,7 @@ def test_without_a_compiler_the_error_says_what_to_choose(monkeypatch: pytest.Mo
         dynamic_library.__wrapped__()
 
 
-@pytest.mark.slow
-def test_nobody_else_waits_for_this_library() -> None:
+def test_nobody_else_waits_for_this_library(warm_python: WarmPython) -> None:
     imports = "import sys, nanovllm.llm, nanovllm.features.quantized.loading; "
     code = imports + "print('nanovllm.backends.cpu.dynamic' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300)
-    assert done.stdout.strip() == "False"
+    assert warm_python.run(code).stdout.strip() == "False"

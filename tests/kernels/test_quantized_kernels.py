@@ -1,8 +1,6 @@
 """The C++ kernels for quantised matrices compute what the dequantised weights give, with the same bits in any batch."""
 
 import gc
-import subprocess
-import sys
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +16,7 @@ from helpers.quantized_checks import (
     check_quantized_products,
     draw_codes,
 )
+from helpers.warm import WarmPython
 
 from nanovllm.backends.cpu.huge_pages import BLOCK, HUGE_PAGE, LINE, HugePages
 from nanovllm.backends.cpu.quantized import CpuMatrix, quantized_library
@@ -110,8 +109,6 @@ def test_without_a_compiler_the_error_says_what_to_choose(monkeypatch: pytest.Mo
         quantized_library.__wrapped__()
 
 
-@pytest.mark.slow
-def test_nobody_else_waits_for_this_library() -> None:
+def test_nobody_else_waits_for_this_library(warm_python: WarmPython) -> None:
     code = "import sys, nanovllm.llm; print('nanovllm.backends.cpu.quantized' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300)
-    assert done.stdout.strip() == "False"
+    assert warm_python.run(code).stdout.strip() == "False"

@@ -8,8 +8,6 @@ import json
 import math
 import random
 import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +20,7 @@ from helpers.batch_jobs import write_lines
 from helpers.hostile_options import HUGE, OPTIONS, Awkward, short
 from helpers.integrity import check_scheduler
 from helpers.paths import BOX_MODEL, ROOT
+from helpers.warm import WarmPython
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.apps.cli import main
@@ -141,16 +140,6 @@ def test_any_conversation_runs_or_is_refused(llm: LLM) -> None:
                 assert short(error), (messages, kwargs)
 
 
-def under_limit(code: str, seconds: float) -> str:
-    """Run code in a process that may use 12 GiB of addresses; return what it prints."""
-    limit = "import resource; resource.setrlimit(resource.RLIMIT_AS, (12 << 30, 12 << 30))\n"
-    done = subprocess.run(
-        [sys.executable, "-c", limit + code], capture_output=True, text=True, timeout=seconds, cwd=ROOT
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout
-
-
 TRY_CONFIGS = """
 import sys, time
 sys.path.insert(0, "tests")
@@ -165,8 +154,11 @@ for name, values in CONFIGS.items():
 """
 
 
-def test_any_option_makes_an_engine_or_a_short_reason_soon() -> None:
-    assert under_limit(TRY_CONFIGS, 1200) == ""
+def test_any_option_makes_an_engine_or_a_short_reason_soon(warm_python: WarmPython) -> None:
+    """In a process that may use 12 GiB of addresses."""
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_AS, (12 << 30, 12 << 30))\n"
+    done = warm_python.run(limit + TRY_CONFIGS, cwd=ROOT, seconds=1200)
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr[-2000:]
 
 
 @pytest.mark.parametrize(
