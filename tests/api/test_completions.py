@@ -5,13 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.batch_jobs import openai_line
 from helpers.tiny import SMALL, draw_prompts, make_tokenizer
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.apps.jobs.request_lines import prepare_request, read_request_line
-from nanovllm.apps.jobs.result_lines import make_result_line
-from nanovllm.apps.jobs.source import Line
 from nanovllm.engine.sequence import derive_seed
 
 LONG, SHORT = draw_prompts([70, 5])
@@ -107,6 +103,12 @@ def test_prompt_logprobs_are_computed_once_and_logprobs_are_each_one_s(llm: LLM)
 
 
 def test_the_choices_of_a_line_come_in_order_and_count_together(reciter: Path) -> None:
+    from helpers.batch_jobs import openai_line
+
+    from nanovllm.apps.jobs.request_lines import prepare_request, read_request_line
+    from nanovllm.apps.jobs.result_lines import make_result_line
+    from nanovllm.apps.jobs.source import Line
+
     wanted = {"n": 3, "temperature": 5.0, "seed": 1, "max_tokens": 6}
     chat = openai_line("a", messages=[{"role": "user", "content": "a"}], **wanted)
     text = openai_line("b", prompt="a", echo=True, logprobs=0, **wanted)

@@ -19,7 +19,6 @@ from helpers.tiny import SMALL, edit_json, save_random
 from safetensors.torch import load_file, save_file
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.apps.jobs.request_lines import _SAMPLING as SAMPLING_OF_LINES
 from nanovllm.backends.torch_backend import TorchBackend
 from nanovllm.config import EngineConfig
 from nanovllm.models.hub import find_model
@@ -712,6 +711,8 @@ have values of their own."""
 
 
 def test_a_sampling_parameter_is_where_its_recipe_puts_it() -> None:
+    from nanovllm.apps.jobs.request_lines import _SAMPLING as SAMPLING_OF_LINES
+
     names = {field.name for field in fields(SamplingParams)}
     mix = (TESTS / "engine" / "test_combinations.py").read_text()
     found = {

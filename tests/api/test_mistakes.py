@@ -18,7 +18,6 @@ from huggingface_hub import constants, errors
 from safetensors.torch import save_file
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.apps.cli import main
 from nanovllm.features.diagnosis import UNFINISHED_FILES, explain
 from nanovllm.models import hub
 
@@ -320,6 +319,8 @@ def test_errors_that_nothing_is_known_about_stay_as_they_are(folder: Path) -> No
 
 
 def test_the_commands_give_the_same_advice(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from nanovllm.apps.cli import main
+
     assert main(["estimate", "tiny-qwen", "--gpu-memory", "1GB"]) == 2
     assert 'did you mean "tiny-qwen3"?' in capsys.readouterr().err
     (folder / "model.safetensors").write_text(POINTER)

@@ -28,8 +28,6 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from nanovllm import LLM, Completion, Output, SamplingParams
 from nanovllm.engine.output import read_text
 from nanovllm.engine.sequence import Request, Sequence
-from nanovllm.features.conversations import render_conversations
-from nanovllm.features.streaming import Pieces
 from nanovllm.text.stop_strings import StopStringMatcher
 from nanovllm.text.tokenizer import Tokenizer as ModelTokenizer
 from nanovllm.utils.progress import ProgressBar
@@ -208,6 +206,8 @@ def test_a_stop_string_with_special_tokens_is_where_a_plain_search_finds_it(
     parts: list[str], cuts: list[tuple[int, int]], min_tokens: int, is_included: bool, sizes: list[int], reciter: Path
 ) -> None:
     """It may begin or end inside a special token's text, and tokens may come in steps of any sizes."""
+    from nanovllm.features.streaming import Pieces
+
     tokenizer = RECITER(reciter)
     full = "".join(parts)
     stops = [full[at % len(full) :][:length] for at, length in cuts]
@@ -685,6 +685,8 @@ def test_a_template_may_write_a_part_of_a_content(body: str, llm: LLM) -> None:
 
 
 def test_each_of_several_named_templates_has_its_own_form(reciter: Path, tmp_path: Path) -> None:
+    from nanovllm.features.conversations import render_conversations
+
     shutil.copytree(reciter, tmp_path, dirs_exist_ok=True)
     templates = [
         {"name": "default", "template": BODY.replace("BODY", "{{ m.content }}")},

@@ -8,14 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.batch_jobs import openai_line, read_answers, write_lines
 from helpers.paths import ROOT
 from helpers.tiny import END, save_reciter
 
 from nanovllm import LLM, EngineConfig, SamplingParams
-from nanovllm.apps.jobs.job import Job
-from nanovllm.apps.jobs.run import run_job
-from nanovllm.features.conversations import render_conversations
 from nanovllm.features.parsing.thinking import ThinkingTokens
 from nanovllm.text.tokenizer import Tokenizer
 
@@ -172,6 +168,8 @@ def write_template(ending: str) -> str:
 
 
 def is_opened(tokenizer: Tokenizer, messages: list[dict[str, str]], **options: Any) -> bool | None:
+    from nanovllm.features.conversations import render_conversations
+
     (text,) = render_conversations([messages], tokenizer, options)
     token_ids = tokenizer.encode_batch([text], add_special_tokens=False)[0]
     found = ThinkingTokens(tokenizer).is_opened_by(token_ids, text)
@@ -214,6 +212,8 @@ def test_a_template_that_always_opens_the_answer_counts_at_the_very_end(thinker:
 
 
 def test_token_ids_that_a_caller_has_changed_count_for_themselves(thinker: Path) -> None:
+    from nanovllm.features.conversations import render_conversations
+
     tokenizer = Tokenizer(thinker)
     thinking = ThinkingTokens(tokenizer)
     options = {"chat_template": write_template("<think>")}
@@ -251,6 +251,11 @@ def test_a_model_without_the_tokens_is_refused(reciter: Path) -> None:
 
 
 def test_the_answers_of_a_job_have_the_reasoning(thinker: Path, tmp_path: Path) -> None:
+    from helpers.batch_jobs import openai_line, read_answers, write_lines
+
+    from nanovllm.apps.jobs.job import Job
+    from nanovllm.apps.jobs.run import run_job
+
     bodies: dict[str, Any] = {
         "one": {"messages": [{"role": "user", "content": "a"}]},
         "two": {"prompt": "x"},

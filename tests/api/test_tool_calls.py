@@ -7,12 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.batch_jobs import openai_line, read_answers, write_lines
 
 from nanovllm import LLM, EngineConfig, SamplingParams
-from nanovllm.apps.jobs.job import Job
-from nanovllm.apps.jobs.run import run_job
-from nanovllm.features.conversations import read_conversation
 from nanovllm.features.parsing.tool_calls import MOST_CALLS, split_tool_calls
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"x": 1, "y": "é"}}\n</tool_call>'
@@ -34,6 +30,8 @@ def ask(arguments: Any) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("arguments", ['{"x": [1, "2"]}', {"x": [1, "2"]}])
 def test_a_template_sees_arguments_as_an_object(arguments: Any) -> None:
+    from nanovllm.features.conversations import read_conversation
+
     messages = ask(arguments)
     read = read_conversation(messages)
     assert read[1]["tool_calls"][0]["function"] == {"name": "add", "arguments": {"x": [1, "2"]}}
@@ -43,6 +41,8 @@ def test_a_template_sees_arguments_as_an_object(arguments: Any) -> None:
 
 @pytest.mark.parametrize("arguments", ["", None])
 def test_no_arguments_are_an_empty_object(arguments: Any) -> None:
+    from nanovllm.features.conversations import read_conversation
+
     assert read_conversation(ask(arguments))[1]["tool_calls"][0]["function"]["arguments"] == {}
 
 
@@ -56,12 +56,16 @@ def test_a_template_sees_no_calls_where_there_are_none(calls: Any) -> None:
 
 @pytest.mark.parametrize("arguments", ["5", "null", '"x"', "[1]", 7, [1]])
 def test_arguments_that_are_no_object_are_an_error_that_names_the_message(arguments: Any) -> None:
+    from nanovllm.features.conversations import read_conversation
+
     with pytest.raises(ValueError, match=r"message 1 calls a tool with the arguments .* must be an object"):
         read_conversation(ask(arguments))
 
 
 @pytest.mark.parametrize("calls", ["add", [3], [{"function": "add"}], [{"function": {"arguments": "{"}}]])
 def test_a_bad_call_is_an_error_that_names_the_message(calls: Any) -> None:
+    from nanovllm.features.conversations import read_conversation
+
     messages = ask("{}")
     messages[1]["tool_calls"] = calls
     with pytest.raises(ValueError, match="message 1 "):
@@ -146,6 +150,8 @@ def llm(reciter: Path) -> Iterator[LLM]:
 
 
 def test_an_output_has_its_calls_and_they_can_go_back_into_the_conversation(llm: LLM) -> None:
+    from nanovllm.features.conversations import read_conversation
+
     pytest.importorskip("llguidance")
     params = SamplingParams(temperature=0, max_tokens=100, structured_outputs={"choice": [CALL]})
     (output,) = llm.generate("a", params, use_tqdm=False)
@@ -171,6 +177,11 @@ def test_an_engine_without_the_option_leaves_calls_in_the_text(reciter: Path) ->
 
 
 def test_a_job_describes_tools_and_returns_calls(reciter: Path, tmp_path: Path) -> None:
+    from helpers.batch_jobs import openai_line, read_answers, write_lines
+
+    from nanovllm.apps.jobs.job import Job
+    from nanovllm.apps.jobs.run import run_job
+
     pytest.importorskip("llguidance")
     folder = tmp_path / "model"
     folder.mkdir()

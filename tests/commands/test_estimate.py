@@ -14,9 +14,6 @@ from nanovllm.apps.cli import main
 from nanovllm.apps.estimate import estimate, fetch_config, parse_size
 from nanovllm.apps.floor import MACHINES, Machine
 from nanovllm.config import EngineConfig
-from nanovllm.features.quantized.formats import INT8
-from nanovllm.features.quantized.loading import count_bytes
-from nanovllm.features.shapes import preset_config
 from nanovllm.models.sizes import Sizes
 
 BF16 = torch.bfloat16
@@ -59,6 +56,9 @@ def test_published_models_have_as_many_parameters_as_their_cards_say(name: str, 
 )
 def test_what_a_rank_holds(name: str, ranks: int, parameters: int, int8: int, kv: int, row: int) -> None:
     """The numbers come from formulas: of weights in int8, of a token's keys and values, and of a row's state."""
+    from nanovllm.features.quantized.formats import INT8
+    from nanovllm.features.quantized.loading import count_bytes
+
     sizes = Sizes(fetch_config(name), ranks)
     assert sizes.num_parameters == parameters
     assert sizes.weight_bytes(BF16) == 2 * parameters
@@ -157,6 +157,8 @@ def test_what_does_not_fit_is_told_with_options_that_do_help(
 def test_a_folder_a_config_json_and_the_model_in_the_box_are_read(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    from nanovllm.features.shapes import preset_config
+
     path = tmp_path / "config.json"
     path.write_text(json.dumps(preset_config("qwen3-0.6b")))
     tables = [run(capsys, str(p), "--gpu-memory=8GB")[1].partition("\n")[2] for p in (path, tmp_path, "qwen3-0.6b")]
@@ -167,6 +169,8 @@ def test_a_folder_a_config_json_and_the_model_in_the_box_are_read(
 def test_of_a_hub_id_configs_alone_are_fetched(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from nanovllm.features.shapes import preset_config
+
     def fetch(repo: str, allow_patterns: list[str], revision: str | None) -> str:
         fetched.append((repo, allow_patterns))
         (tmp_path / "config.json").write_text(json.dumps(preset_config("qwen3-4b")))

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.fakes import FREE
+from helpers.fakes_drafts import FREE
 from helpers.tiny import SMALL, draw_prompts, save_random
 from helpers.variants import REQUESTS, VARIANTS, tokens
 

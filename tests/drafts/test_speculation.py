@@ -23,9 +23,6 @@ from helpers.traces import run_trace, traces
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanovllm.apps.jobs.counts import JobCounts
-from nanovllm.apps.jobs.result_lines import ResultLine, Usage
-from nanovllm.apps.view.page import read_recording
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.plan import StepPlan, StepResult
 from nanovllm.engine.scheduled_step import ScheduledStep
@@ -216,6 +213,8 @@ def test_what_breaks_while_drafts_are_made_leaves_the_engine_whole(error: type[B
 
 
 def test_a_trace_tells_how_many_drafts_each_request_verified(tmp_path: Path) -> None:
+    from nanovllm.apps.view.page import read_recording
+
     engine = make_engine(num_blocks=64, trace=str(tmp_path / "run.json"))
     speculate(Adversary(0.8, random.Random(0), eager=True), 4)(engine)
     prompts = [[1, 2, 3], [4, 5], [6] * 14]
@@ -236,6 +235,9 @@ def test_a_trace_tells_how_many_drafts_each_request_verified(tmp_path: Path) -> 
 
 
 def test_the_bar_and_a_job_s_summary_tell_tokens_a_step() -> None:
+    from nanovllm.apps.jobs.counts import JobCounts
+    from nanovllm.apps.jobs.result_lines import ResultLine, Usage
+
     counts = dict.fromkeys(("num_prompt_tokens", "num_cached_tokens", "num_generated_tokens", "num_draft_tokens"), 0)
     counts["num_accepted_tokens"] = 0
     with ProgressBar(lambda: counts, disable=True) as bar:

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 import torch
 from helpers.distributions import LEAST_P, chi_square_p, exact
+from helpers.edit_cases import edit_case
 from helpers.graphs import StandInGraphs
-from helpers.kernel_cases import edit_case, pack_values
+from helpers.kernel_cases import pack_values
 from helpers.paths import BOX_MODEL
 from helpers.tiny import END, SMALL, draw_prompts, edit_json, logits_of, make_tokenizer, save_random
 from helpers.warm import WarmPython

@@ -11,13 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.batch_jobs import openai_line, read_answers, write_lines
 from helpers.schemas import SCHEMAS
 
 pytest.importorskip("llguidance")
 
 import nanovllm
-from nanovllm.apps.jobs.job import Status
 from nanovllm.features.edits import trial
 from nanovllm.features.edits.grammar_size import MOST, SAFE, is_safe, measure_schema, measure_text
 from nanovllm.features.edits.grammars import Grammars
@@ -81,6 +79,10 @@ def run_batch(source: Path, results: Path) -> subprocess.Popen[bytes]:
 @pytest.mark.slow
 def test_a_job_answers_all_other_lines_and_is_resumed(tmp_path: Path) -> None:
     """One job with all of them, each between two good lines."""
+    from helpers.batch_jobs import openai_line, write_lines
+
+    from nanovllm.apps.jobs.job import Status
+
     lines = [openai_line("first", prompt="a", max_tokens=3)]
     for name, (asked, _) in HARMFUL.items():
         lines.append(openai_line(name, prompt="a", max_tokens=3, structured_outputs=asked))
@@ -98,6 +100,8 @@ def test_a_job_answers_all_other_lines_and_is_resumed(tmp_path: Path) -> None:
 
 
 def check_answers(results: Path, ids: list[str]) -> None:
+    from helpers.batch_jobs import read_answers
+
     answers = {answer["custom_id"]: answer for answer in read_answers(results)}
     assert sorted(answers) == sorted(ids)
     for custom_id in ids:
@@ -114,6 +118,8 @@ def test_a_signal_ends_a_job_that_compiles_one_large_grammar_after_the_other(
     number: signal.Signals, tmp_path: Path
 ) -> None:
     """Each of the 100 lines takes most of a second, so a job that answered them all first would take a minute."""
+    from helpers.batch_jobs import openai_line, write_lines
+
     patterns = [{"type": "string", "allOf": [*PATTERNS, {"pattern": str(i)}]} for i in range(100)]
     hard = [openai_line(str(i), prompt="a", structured_outputs={"json": schema}) for i, schema in enumerate(patterns)]
     source = write_lines(tmp_path / "in", [openai_line("good", prompt="a", max_tokens=3), *hard])

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.batch_jobs import openai_line, read_answers, texts_by_id, write_lines
 from helpers.paths import ROOT
 from helpers.schemas import BAD_VALUES, SCHEMAS, record, text, whole
 from helpers.tiny import edit_json, logits_of, make_tokenizer, save_random
@@ -28,13 +27,7 @@ import jsonschema
 from pydantic import BaseModel
 
 from nanovllm import LLM, SamplingParams, StructuredOutputsParams
-from nanovllm.apps.jobs.job import Job, Status
-from nanovllm.apps.jobs.request_lines import LineError, prepare_request, read_request_line
-from nanovllm.apps.jobs.run import run_job
-from nanovllm.apps.jobs.source import Line
 from nanovllm.config import EngineConfig
-from nanovllm.features.drafts.costs import StepCosts
-from nanovllm.features.drafts.speculation import Speculation
 from nanovllm.features.edits import compiler, grammars
 from nanovllm.features.edits.grammars import Grammars
 from nanovllm.outputs import Output
@@ -444,6 +437,9 @@ class Oracle:
 
 
 def test_drafts_are_masked_one_by_one_and_change_no_token(plain: list[Output]) -> None:
+    from nanovllm.features.drafts.costs import StepCosts
+    from nanovllm.features.drafts.speculation import Speculation
+
     costless = StepCosts(np.array([1.0, 99.0]), np.ones(2), np.ones(2), np.zeros(2))
     drafts = {"method": "ngram", "num_speculative_tokens": 4}
     with LLM("tiny-qwen3", kvcache_memory_bytes=64 << 20, speculative_config=drafts, **OPTIONS) as llm:
@@ -456,6 +452,9 @@ def test_drafts_are_masked_one_by_one_and_change_no_token(plain: list[Output]) -
 
 
 def test_what_forbids_tokens_besides_a_grammar_is_kept_with_drafts_too(llm: LLM) -> None:
+    from nanovllm.features.drafts.costs import StepCosts
+    from nanovllm.features.drafts.speculation import Speculation
+
     asked = {"regex": "[a-z ]{40}"}
     space = llm.tokenizer.encode(" ")[0]
     params = [
@@ -486,6 +485,11 @@ def test_what_forbids_tokens_besides_a_grammar_is_kept_with_drafts_too(llm: LLM)
 def test_a_jobs_lines_are_constrained_as_openai_and_vllm_write_it_and_cut_ones_are_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    from helpers.batch_jobs import openai_line, read_answers, texts_by_id, write_lines
+
+    from nanovllm.apps.jobs.job import Job, Status
+    from nanovllm.apps.jobs.run import run_job
+
     caplog.set_level(logging.INFO, "nanovllm")
     schema = record(a=whole(0, 9), b=text(3))
     compiled: list[str] = []
@@ -548,6 +552,9 @@ def test_a_jobs_lines_are_constrained_as_openai_and_vllm_write_it_and_cut_ones_a
     ],
 )
 def test_a_line_that_asks_for_it_wrongly_is_an_error(llm: LLM, body: dict[str, Any], words: str) -> None:
+    from nanovllm.apps.jobs.request_lines import LineError, prepare_request, read_request_line
+    from nanovllm.apps.jobs.source import Line
+
     line = json.dumps({"messages": [{"role": "user", "content": "x"}], **body}).encode()
     with pytest.raises(LineError, match=words):
         prepare_request(read_request_line(Line(1, line)), llm, "tiny-qwen3")

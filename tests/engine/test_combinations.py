@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.fakes import FREE
 from helpers.integrity import check_scheduler
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
@@ -109,6 +108,8 @@ def alone(together: LLM) -> Iterator[LLM]:
 
 @pytest.fixture(scope="module", params=ENGINES.values(), ids=ENGINES.keys())
 def together(request: pytest.FixtureRequest) -> Iterator[LLM]:
+    from helpers.fakes_drafts import FREE
+
     with LLM("tiny-qwen3", **BASE, **request.param) as llm:
         if llm.engine.scheduler.speculation is not None:
             llm.engine.scheduler.speculation.costs = FREE

@@ -12,8 +12,6 @@ import torch
 from helpers.tiny import CHAT_TEMPLATE, SMALL, edit_json, save_random, save_reciter
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.apps.jobs.request_lines import LineError, prepare_request, read_request_line
-from nanovllm.apps.jobs.source import Line
 from nanovllm.config import USUAL_LENGTH
 
 LONG = 40960
@@ -137,6 +135,9 @@ def test_a_pool_that_holds_fewer_sequences_than_may_run_says_so_once(
 
 
 def test_a_chats_line_without_max_tokens_keeps_its_limit(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    from nanovllm.apps.jobs.request_lines import LineError, prepare_request, read_request_line
+    from nanovllm.apps.jobs.source import Line
+
     save_reciter(tmp_path)
     edit_json(tmp_path / "config.json", max_position_embeddings=LONG)
     (tmp_path / "chat_template.jinja").write_text(CHAT_TEMPLATE)

@@ -15,7 +15,6 @@ from helpers.traces import run_trace, traces
 from hypothesis import example, given, settings
 
 from nanovllm.engine.plan import LAST_TOKEN, StepPlan
-from nanovllm.features.distributed.ring import HEADER, pack_plan, unpack_plan
 from nanovllm.sampling_params import SamplingParams
 
 
@@ -257,18 +256,6 @@ def test_planning_does_not_look_at_the_waiting_beyond_the_first():
     for _ in range(5):
         engine.step()
     assert len(looked_at) == 1
-
-
-def test_a_plan_survives_packing():
-    engine = make_engine(num_blocks=64, max_num_batched_tokens=64)
-    for prompt in ([1, 2, 3], [4], [5] * 9):
-        engine.add(engine.prepare(prompt, SamplingParams(temperature=0.5, top_p=0.25, seed=2**40 + 3, logprobs=2)))
-    plan = engine.scheduler.schedule().plan
-    unpacked = unpack_plan(pack_plan(plan))
-    for name in plan.__slots__:
-        assert np.array_equal(getattr(plan, name), getattr(unpacked, name))
-    config = SimpleNamespace(max_num_seqs=4, max_num_batched_tokens=64, max_blocks_per_seq=8)
-    assert len(pack_plan(plan)) <= HEADER + plan.max_size(config)
 
 
 @pytest.mark.parametrize(("asked", "sent"), [(0.0, 0.0), (2e-39, 0.0), (1e-29, 1e-29), (1e200, 1e30)])

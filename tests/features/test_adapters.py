@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from helpers.adapters import LINEAR, save_adapter
-from helpers.fakes import FREE
 from helpers.hybrids import save_hub_form
 from helpers.tiny import BLOCK, draw_prompts, edit_json, save_random, save_reciter
 from safetensors.torch import load_file, save_file
@@ -159,6 +158,8 @@ def test_experts_and_the_router_have_adapters(options: dict[str, Any], tmp_path:
 
 def test_a_draft_model_guesses_for_every_adapter_and_stays_as_it_is(case: Case) -> None:
     """It is the model itself, so every guess is right as long as no adapter is in the weights."""
+    from helpers.fakes_drafts import FREE
+
     drafts = {"model": str(case.model), "num_speculative_tokens": 2}
     with LLM(case.model, **OPTIONS, speculative_config=drafts) as llm:
         llm.engine.scheduler.speculation.costs = FREE  # every draft pays

@@ -9,15 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.batch_jobs import read_answers, write_lines
 from helpers.tiny import BLOCK, SMALL, draw_prompts, edit_json
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import normalize
 from transformers import Qwen3ForCausalLM
 
 from nanovllm import LLM, EngineConfig, SamplingParams
-from nanovllm.apps.jobs.job import Job, Status
-from nanovllm.apps.jobs.run import run_job
 from nanovllm.engine.pooling import add_states
 
 OPTIONS: dict[str, Any] = {
@@ -327,6 +324,11 @@ def test_a_text_gets_the_default_prompt_and_at_most_the_tokens_that_the_folder_a
 
 
 def test_jobs_and_streams_give_the_same_vectors(reciter: Path, tmp_path: Path) -> None:
+    from helpers.batch_jobs import read_answers, write_lines
+
+    from nanovllm.apps.jobs.job import Job, Status
+    from nanovllm.apps.jobs.run import run_job
+
     folder = copytree(reciter, tmp_path / "model")
     size = json.loads((folder / "config.json").read_text())["hidden_size"]
     save_modules(folder, {"pooling_mode": "mean"}, "Dense", "Normalize", in_features=size)

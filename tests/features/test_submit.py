@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.features.edits.editing import Editing
 
 PROMPTS = ["a", "c", "A", "0", "ab", "x", "xyz", "m"]
 PARAMS = [SamplingParams(temperature=1, max_tokens=8 + i, seed=i, ignore_eos=True) for i in range(len(PROMPTS))]
@@ -34,6 +33,8 @@ def test_many_threads_get_what_each_would_get_alone(llm: LLM) -> None:
 
 def test_threads_that_ask_for_edits_at_the_same_moment_share_one_editor(llm: LLM) -> None:
     """A second one would count penalties anew for rows that the first one knows."""
+    from nanovllm.features.edits.editing import Editing
+
     engine = llm.engine
     make_editor = engine._make_editor
     made = []

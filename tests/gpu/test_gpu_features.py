@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.adapters import save_adapter
-from helpers.fakes import FREE
+from helpers.fakes_drafts import FREE
 from helpers.hybrids import save_hybrid, save_sparse_hybrid
 from helpers.tiny import draw_prompts, save_random, save_reciter
 from safetensors.torch import load_file

@@ -10,6 +10,7 @@ from itertools import product
 import pytest
 import torch
 from helpers.delta_cases import DeltaLayer, assert_delta_is_the_reference
+from helpers.edit_cases import edit_case
 from helpers.kernel_cases import (
     CODE_SHAPES,
     DEVICE,
@@ -22,7 +23,6 @@ from helpers.kernel_cases import (
     attention_case,
     attention_tolerance,
     decode_lengths,
-    edit_case,
     mixed_lengths,
     pack_values,
     pairwise_shapes,

@@ -15,7 +15,6 @@ from nanovllm.apps.jobs.job import Job, Status
 from nanovllm.apps.jobs.run import run_job
 from nanovllm.config import EngineConfig
 from nanovllm.engine.sequence import Request
-from nanovllm.features.conversations import read_conversation
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -93,6 +92,8 @@ class InstantLLM:
         return Request(array("i", token_ids), params, None, None, self.engine)
 
     def render_chat(self, messages: list[dict[str, str]], kwargs: dict[str, Any] | None) -> str:
+        from nanovllm.features.conversations import read_conversation
+
         read = read_conversation(messages)
         contents = [
             m["content"] if isinstance(m["content"], str) else "\n".join(part["text"] for part in m["content"])

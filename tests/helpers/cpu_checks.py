@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from helpers.delta_cases import DeltaLayer, assert_delta_is_the_reference
 from helpers.kernel_cases import (
     assert_same_tokens,
     attention_tolerance,
@@ -18,22 +17,9 @@ from helpers.kernel_cases import (
 )
 from nanovllm.backends import Backend
 from nanovllm.backends.cpu.backend import CpuBackend, NativeMatrix
-from nanovllm.backends.cpu.edit_logits import Operators as CpuEditOperators
-from nanovllm.backends.cpu.experts import Operators as CpuExpertOperators
-from nanovllm.backends.cpu.hybrids import Operators as CpuHybridOperators
 from nanovllm.backends.cpu.library import PANEL
 from nanovllm.backends.cpu.scratch import Scratch
 from nanovllm.backends.torch_backend import TorchBackend
-from nanovllm.features.edits.edit_logits import MaskAndPenalties, edit_logits_reference
-from nanovllm.features.families.qwen3_5.ops import sigmoid_and_mul_reference
-from nanovllm.features.families.qwen3_moe.decoder import Experts
-from nanovllm.features.families.qwen3_moe.ops import (
-    SharedOutput,
-    combine_reference,
-    grouped_linear_reference,
-    route_reference,
-)
-from nanovllm.models.layers.parallel import Parallel
 from nanovllm.ops.attention import AttentionVariant
 from nanovllm.ops.norm_rope_store import NormRope
 
@@ -97,9 +83,6 @@ def check_small_operators(backend: CpuBackend, dtype: torch.dtype) -> None:
         wide = torch.rand(size)  # it scales before the rounding
         torch.testing.assert_close(backend.rms_norm(x, wide, 1e-6), reference.rms_norm(x, wide, 1e-6), **close)
         gate_up = 30 * torch.randn(5, 2 * size).to(dtype)
-        gate = gate_up[:, size:]  # its rows lie apart
-        found = CpuHybridOperators(backend).sigmoid_and_mul(x, gate)
-        torch.testing.assert_close(found, sigmoid_and_mul_reference(x, gate), **close)
         torch.testing.assert_close(backend.silu_and_mul(gate_up), reference.silu_and_mul(gate_up), **close)
 
 
@@ -217,62 +200,6 @@ def check_codes(backend: Backend, dim: int, dtype: torch.dtype) -> None:
         keys = tiles.permute(0, 3, 1, 2)
     assert torch.equal(keys, expected.keys)
     assert torch.equal(got.values, expected.values)
-
-
-def check_experts(backend: CpuBackend, dtype: torch.dtype) -> None:
-    """Routing, the experts' products and the sum of their results equal the references."""
-    torch.manual_seed(5)
-    tokens = 23
-    module = Experts(6, 96, 64, Parallel())
-    for weight in (module.gate_up, module.down):
-        weight.copy_(0.1 * torch.randn(weight.shape))
-    module = module.to(dtype)
-    plain = module.gate_up.clone()
-    backend.pack_weights([module])
-    logits = (4 * torch.randn(tokens, 6)).to(dtype)
-    slots = torch.arange(tokens)
-    slots[::5] = -1
-    operators = CpuExpertOperators(backend)
-    routing = operators.route(logits, 2, True, slots)
-    expected_routing = route_reference(logits, 2, True, slots)
-    torch.testing.assert_close(routing.weights, expected_routing.weights, rtol=rounding(dtype), atol=1e-6)
-    for got, expected in zip(routing[1:], expected_routing[1:], strict=True):
-        assert torch.equal(got, expected)
-    x = torch.randn(tokens, 96).to(dtype)
-    real = int(routing.offsets[-1])
-    product = operators.grouped_linear(x, module.gate_up, routing, True)[:real]
-    expected_product = grouped_linear_reference(x.float(), plain.float(), routing, True)[:real]
-    torch.testing.assert_close(product.float(), expected_product, rtol=rounding(dtype), atol=10 * rounding(dtype))
-    y = torch.randn(2 * tokens, 96).to(dtype)
-    close = {"rtol": rounding(dtype), "atol": rounding(dtype)}
-    torch.testing.assert_close(operators.combine(y, routing), combine_reference(y, routing), **close)
-    shared = SharedOutput(torch.randn(tokens, 96).to(dtype), (9 * torch.randn(tokens, 7)).to(dtype)[:, 6:])
-    got, expected = (combine(y, routing, shared) for combine in (operators.combine, combine_reference))
-    torch.testing.assert_close(got, expected, **close)
-
-
-def check_linear_attention(backend: CpuBackend, dtype: torch.dtype) -> None:
-    """A convolution, the gated delta rule and its norm equal plain torch, step after step."""
-    layer = DeltaLayer(2, 4, 64, 48, 4, dtype)
-    steps = ([9, 0, 20], [1, 2, 1], [1, 1, 1])
-    assert_delta_is_the_reference(layer, CpuHybridOperators(backend), steps, 4 * rounding(dtype))
-
-
-def check_edited_logits(backend: CpuBackend) -> None:
-    """Masked and penalised logits equal those of plain torch, bit for bit."""
-    torch.manual_seed(6)
-    logits = torch.randn(5, 75)
-    edits = MaskAndPenalties(
-        indices=torch.tensor([0, 3, 4], dtype=torch.int32),
-        masks=torch.randint(-(2**31), 2**31 - 1, (3, 3)).int(),
-        rows=torch.tensor([2, 0, 1], dtype=torch.int32),
-        counts=torch.randint(0, 6, (3, 75)).int(),
-        penalties=torch.tensor([[1.3, 0.5, 0.25]] * 3),
-    )
-    got = logits.clone()
-    CpuEditOperators(backend).edit_logits(got, edits)
-    edit_logits_reference(logits, edits)
-    assert torch.equal(got, logits)
 
 
 def check_sampled_tokens(backend: CpuBackend, vocab_size: int, dtype: torch.dtype) -> None:

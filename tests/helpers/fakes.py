@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -13,11 +14,6 @@ from nanovllm.engine.order import Order
 from nanovllm.engine.plan import StepPlan, StepResult
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Request, Sequence
-from nanovllm.features.distributed.ring import pack_plan, unpack_plan
-from nanovllm.features.drafts.costs import StepCosts
-from nanovllm.features.edits.editing import Editing
-from nanovllm.features.scoring.scoring import Scoring
-from nanovllm.features.trace import Trace
 from nanovllm.sampling_params import SamplingParams
 
 VOCAB = 16
@@ -54,7 +50,7 @@ class FakeHandle:
 
 
 class FakeRunner:
-    """Executes plans in order, as a device does its stream, on the packed form that crosses to it.
+    """Executes plans in order, as a device does its stream.
 
     The cache holds for each slot what the model knows after the token: reading the slot of the token before is this
     device's attention. A wrong block, a stale row or a slot never written therefore changes the tokens or raises.
@@ -70,8 +66,12 @@ class FakeRunner:
         self.unread: deque[FakeHandle] = deque()
         self.num_rows_computed = self.num_tokens_computed = self.num_scored = 0
 
+    def carry(self, plan: StepPlan) -> StepPlan:
+        """Return the plan as the device gets it. Tests of what crosses to other ranks replace this."""
+        return plan
+
     def launch(self, plan: StepPlan, *edits: None) -> FakeHandle:
-        plan = unpack_plan(pack_plan(plan))
+        plan = self.carry(plan)
         self._check(plan)
         self.num_rows_computed += plan.num_seqs
         self.num_tokens_computed += plan.num_tokens
@@ -206,6 +206,24 @@ def found_scores(seq: Sequence) -> list[dict[int, float] | None]:
     return [None] * seq.num_prompt_tokens if seq.scores is None else seq.scores.logprobs
 
 
+def make_scoring() -> Any:
+    from nanovllm.features.scoring.scoring import Scoring
+
+    return Scoring()
+
+
+def make_editor(config: ResolvedConfig, eos: frozenset[int]) -> Any:
+    from nanovllm.features.edits.editing import Editing
+
+    return Editing(config, None, eos)
+
+
+def make_trace(path: str, scheduler: Scheduler) -> Any:
+    from nanovllm.features.trace import Trace
+
+    return Trace(path, "cpu", scheduler)
+
+
 def make_engine(
     *,
     num_blocks: int = 16,
@@ -219,7 +237,10 @@ def make_engine(
     digest=prefix_digest,
     trace: str | None = None,
 ) -> LLMEngine:
-    """Return a real engine, scheduler and block manager around a FakeRunner."""
+    """Return a real engine, scheduler and block manager around a FakeRunner.
+
+    A feature is imported when a request asks for it, as `load` does.
+    """
     config = ResolvedConfig(
         model="fake",
         dtype="float32",
@@ -250,16 +271,16 @@ def make_engine(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         vocab_size=VOCAB,
-        make_scoring=Scoring,
+        make_scoring=make_scoring,
     )
     runner = FakeRunner(num_blocks, block_size, max_num_seqs, max_num_batched_tokens)
-    observers = [] if trace is None else [Trace(trace, "cpu", scheduler)]
+    observers = [] if trace is None else [make_trace(trace, scheduler)]
     return LLMEngine(
         config,
         runner,
         scheduler,
         ModelFacts(eos_token_ids=eos),
-        make_editor=lambda: Editing(config, None, eos),
+        make_editor=lambda: make_editor(config, eos),
         observers=observers,
     )
 
@@ -268,7 +289,3 @@ def run_all(engine: LLMEngine, requests: Iterable[Request]) -> dict[int, Sequenc
     """Run requests; returns {number: sequence} in the order in which they ended."""
     order = Order(engine, requests)
     return {order.take_number(seq): seq for ended in engine.run(order) for seq in ended}
-
-
-FREE = StepCosts(np.array([1.0, 99.0]), np.ones(2), np.ones(2), np.zeros(2))
-"""A step costs the same whatever it computes: every draft pays."""

@@ -34,7 +34,8 @@ from helpers.cpu_checks import (
 )
 from helpers.delta_cases import DeltaLayer, assert_delta_is_the_reference
 from helpers.dynamic_checks import check_dynamic_experts, check_dynamic_products
-from helpers.kernel_cases import assert_tokens_near, edit_case, sample_case
+from helpers.edit_cases import edit_case
+from helpers.kernel_cases import assert_tokens_near, sample_case
 from helpers.quantized_checks import FORMATS, check_quantized_experts, check_quantized_products
 from nanovllm.backends.cpu import backend as cpu_backend
 from nanovllm.backends.cpu import dynamic as dynamic_cpu

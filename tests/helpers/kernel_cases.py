@@ -15,7 +15,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nanovllm.backends import Backend, KVCache, make_backend
 from nanovllm.engine.plan import ROW_SAMPLING
-from nanovllm.features.edits.edit_logits import MaskAndPenalties
 from nanovllm.ops.attention import AttentionVariant, attend_reference
 from nanovllm.ops.norm_rope_store import store_kv_reference
 from nanovllm.ops.sample import (
@@ -458,27 +457,6 @@ def check_step_inputs(
             assert torch.equal(ours, theirs) and ours.dtype == theirs.dtype, field.name
         else:
             assert ours == theirs, field.name
-
-
-def edit_case(vocab_size: int, seed: int = 0) -> tuple[Tensor, MaskAndPenalties]:
-    """Seven rows of logits, some of them broken, and the masks and penalties of five of them."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def integers(high: int, *shape: int) -> Tensor:
-        return torch.randint(high, shape, generator=generator, dtype=torch.int32)
-
-    logits = 5 * torch.randn(7, vocab_size, generator=generator)
-    logits[2, 3] = math.nan
-    logits[2, 5] = math.inf
-    logits[4, 0] = -math.inf
-    words = torch.randint(-(2**31), 2**31, (5, -(-vocab_size // 32)), generator=generator, dtype=torch.int32)
-    words[0] = -1
-    words[3] = 0
-    counts = integers(6, 9, vocab_size) * (integers(3, 9, vocab_size) == 0)
-    penalties = torch.tensor([[1.5, 0.25, 0.5], [1, 0, 0], [0.5, -0.5, 2], [1, 0, -1], [2, 1, 0]])
-    rows = torch.tensor([8, 0, 3, 5, 1], dtype=torch.int32)
-    indices = torch.tensor([0, 2, 3, 4, 6], dtype=torch.int32)
-    return logits, MaskAndPenalties(indices, words, rows, counts, penalties)
 
 
 def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:

@@ -23,7 +23,6 @@ from nanovllm.backends.staging import Staging
 from nanovllm.backends.steps import Stopwatch
 from nanovllm.config import EngineConfig
 from nanovllm.engine.plan import StepPlan
-from nanovllm.features.shapes import preset_config
 from nanovllm.load import resolve_options
 from nanovllm.models.decoder import find_decoder
 from nanovllm.models.layers.parallel import Parallel
@@ -137,6 +136,8 @@ def pretend_runner(
         changes: other values for the preset's config.json.
         runner_class: makes the runner.
     """
+    from nanovllm.features.shapes import preset_config
+
     shape = preset_config(model) | dict(changes or {})
     shape["num_hidden_layers"] = num_layers or shape["num_hidden_layers"]
     hf_config = load_model_config(shape, model)

@@ -26,7 +26,6 @@ from nanovllm.apps.jobs.request_lines import LineError, prepare_request, read_nu
 from nanovllm.apps.jobs.source import Line
 from nanovllm.config import EngineConfig
 from nanovllm.engine.sequence import derive_seed
-from nanovllm.features.conversations import read_conversation
 from nanovllm.sampling_params import SamplingParams
 
 HELLO = [{"role": "user", "content": "hello"}]

@@ -33,7 +33,6 @@ from nanovllm.apps.jobs.source import Line, Reading, Source
 from nanovllm.apps.ray import guard as ray_guard
 from nanovllm.apps.ray.cluster import check_room, lines_per_part, parts_in_flight, read_parts, run_on_ray
 from nanovllm.config import EngineConfig
-from nanovllm.features.sharing import EngineThread
 from nanovllm.ray import RayLLM, actors
 
 OPTIONS: dict[str, Any] = {
@@ -49,6 +48,8 @@ GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 
 
 def test_batches_of_several_threads_run_in_the_same_steps(reciter: Path) -> None:
+    from nanovllm.features.sharing import EngineThread
+
     llm = LLM(str(reciter), **OPTIONS)
     engine = EngineThread(llm.engine)
 
@@ -64,6 +65,8 @@ def test_batches_of_several_threads_run_in_the_same_steps(reciter: Path) -> None
 
 
 def test_a_broken_engine_leaves_nobody_waiting(reciter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from nanovllm.features.sharing import EngineThread
+
     llm = LLM(str(reciter), **OPTIONS)
     engine = EngineThread(llm.engine)
 

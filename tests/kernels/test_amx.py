@@ -7,6 +7,7 @@ test_processors.py builds the kernels without AMX; the other tests of kernels ru
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,12 +15,12 @@ from helpers.cpu_checks import BF16
 from helpers.paths import ROOT, TESTS
 from torch import Tensor
 
-from nanovllm.apps.doctor import read_processor
 from nanovllm.backends.cpu.backend import NativeMatrix
 from nanovllm.backends.cpu.library import cpu_library
 from nanovllm.backends.cpu.scratch import Scratch
 
-if not {"amx_tile", "amx_bf16", "amx_int8"} <= read_processor()[1]:
+FACTS = Path("/proc/cpuinfo")
+if not FACTS.exists() or not {"amx_tile", "amx_bf16", "amx_int8"} <= set(FACTS.read_text().split()):
     pytest.skip("needs a processor that has AMX", allow_module_level=True)
 
 STEP = 32

@@ -12,19 +12,17 @@ from helpers.cpu_checks import (
     FP32,
     assert_attends_alike,
     check_codes,
-    check_edited_logits,
-    check_experts,
-    check_linear_attention,
     check_packed_products,
     check_sampled_tokens,
     check_small_operators,
     make_variant,
 )
 from helpers.dynamic_checks import check_dynamic_experts, check_dynamic_products
+from helpers.edit_cases import check_edited_logits
+from helpers.family_checks import check_experts, check_gates, check_linear_attention
 from helpers.foreign_kernels import HAS_EMULATOR, ForeignLibrary
 from helpers.quantized_checks import FORMATS, check_quantized_experts, check_quantized_products
 
-from nanovllm.apps.doctor import read_processor
 from nanovllm.backends.cpu import library as cpu_library
 from nanovllm.backends.cpu.backend import CpuBackend
 from nanovllm.backends.cpu.dynamic import DynamicLibrary
@@ -50,6 +48,8 @@ EVERYTHING = ("x86-64-v3", "cascadelake", "armv8-a", "armv8.6-a+bf16", "cooperla
 
 
 def missing(processor: str) -> str | None:
+    from nanovllm.apps.doctor import read_processor
+
     if processor.startswith("arm"):
         return None if HAS_EMULATOR else "needs g++-aarch64-linux-gnu and qemu-user"
     if platform.machine() != "x86_64":
@@ -128,6 +128,7 @@ def test_experts_are_the_references(backend: CpuBackend, dtype: Any) -> None:
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 def test_linear_attention_is_the_reference(backend: CpuBackend, dtype: Any) -> None:
     check_linear_attention(backend, dtype)
+    check_gates(backend, dtype)
 
 
 def test_edited_logits_are_the_references(backend: CpuBackend) -> None:

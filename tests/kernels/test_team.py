@@ -23,7 +23,6 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.backends.cpu import library as cpu_library
 from nanovllm.backends.cpu.backend import CpuBackend, NativeMatrix
 from nanovllm.backends.cpu.scratch import Scratch
-from nanovllm.features.distributed.ring import make_anonymous_file
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.utils import cgroups, machine
 from nanovllm.utils.machine import cpu_quota, limit_threads, num_threads, physical_cores, torch_in_one_thread
@@ -227,6 +226,8 @@ def test_a_containers_quota_of_processor_time_limits_the_threads(
 
 def test_the_engine_runs_without_what_only_linux_has(random_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on macOS: no /proc, no control groups, no affinity, no memfd, no huge pages."""
+    from nanovllm.features.distributed.ring import make_anonymous_file
+
     missing = Path("/does/not/exist")
     for module, name in ((cgroups, "CGROUPS"), (cgroups, "OWN_CGROUPS"), (machine, "CPUS")):
         monkeypatch.setattr(module, name, missing)

@@ -29,8 +29,6 @@ from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.apps.cli import main
-from nanovllm.apps.doctor import describe
 from nanovllm.backends.cpu.backend import CpuBackend
 from nanovllm.features.families.any_causal import attend, building, config, decoder, layers, proof
 from nanovllm.features.families.any_causal.decoder import AnyDecoder, last_built
@@ -382,6 +380,9 @@ def test_nanovllm_s_code_alone_refuses_what_it_lacks(tmp_path: Path) -> None:
 
 
 def test_estimate_and_doctor_say_whose_code_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from nanovllm.apps.cli import main
+    from nanovllm.apps.doctor import describe
+
     save_any(tmp_path / "gemma", "Gemma3ForCausalLM")
     for arguments, code in (
         (["tiny-qwen3"], "natively"),

@@ -13,7 +13,6 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM, PreTrainedModel, Qwen2ForCausalLM, Qwen3_5ForCausalLM, Qwen3ForCausalLM
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.apps.jobs.provenance import read_provenance
 from nanovllm.features.adapters.lora import Adapter
 
 peft = pytest.importorskip("peft")
@@ -112,6 +111,8 @@ def test_the_draft_model_stays_as_it_is(tmp_path: Path) -> None:
 
 
 def test_an_adapter_is_part_of_a_job_s_provenance(random_model: Path, tmp_path: Path) -> None:
+    from nanovllm.apps.jobs.provenance import read_provenance
+
     facts = []
     for seed in (None, 1, 2):
         options = dict(OPTIONS)

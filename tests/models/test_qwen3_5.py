@@ -14,7 +14,6 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.apps.estimate import estimate, fetch_config
 from nanovllm.config import EngineConfig
 from nanovllm.features.families.qwen3_5.ops import RowState
 from nanovllm.features.families.qwen3_5.states import count_rows_that_fit, fit_rows
@@ -224,6 +223,8 @@ def test_states_and_keys_share_the_memory() -> None:
 
 def test_an_estimate_counts_the_states() -> None:
     """The 0.8B: 18 layers of 16 heads, 128 by 128 in float32, and three inputs of 6,144 channels in bfloat16."""
+    from nanovllm.apps.estimate import estimate, fetch_config
+
     row = 18 * (16 * 128 * 128 * 4 + 3 * 6144 * 2)
     config = fetch_config("qwen3.5-0.8b")
     large = estimate(config, EngineConfig("qwen3.5-0.8b"), 80 << 30)
@@ -237,6 +238,8 @@ def test_an_estimate_counts_the_states() -> None:
 
 def test_quantised_weights_leave_room_for_more_states(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU with 12 GiB free, the 4B takes 8 GiB in bfloat16, and half of that in int8."""
+    from nanovllm.apps.estimate import estimate, fetch_config
+
     config = fetch_config("qwen3.5-4b")
     sizes = Sizes(config)
     dense = EngineConfig("qwen3.5-4b")

@@ -18,7 +18,6 @@ from transformers import PreTrainedModel
 from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeTopKRouter
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.apps.estimate import estimate, fetch_config
 from nanovllm.config import EngineConfig
 from nanovllm.models.model_config import load_model_config
 from nanovllm.models.sizes import Sizes
@@ -399,11 +398,15 @@ def test_what_ranks_cannot_share_is_refused(changes: dict[str, Any], message: st
     ("name", "billions"), [("qwen3.5-35b-a3b", 34.66), ("qwen3.5-122b-a10b", 122.11), ("qwen3.5-397b-a17b", 396.35)]
 )
 def test_shapes_have_as_many_parameters_as_their_names_say(name: str, billions: float) -> None:
+    from nanovllm.apps.estimate import fetch_config
+
     assert Sizes(fetch_config(name)).num_parameters / 1e9 == pytest.approx(billions, abs=0.01)
 
 
 def test_an_estimate_counts_experts_states_and_keys() -> None:
     """The 35B-A3B: 30 layers of 32 heads with states, 10 with keys and values of 2 heads, and 256 experts a layer."""
+    from nanovllm.apps.estimate import estimate, fetch_config
+
     config = fetch_config("qwen3.5-35b-a3b")
     whole = estimate(config, EngineConfig("qwen3.5-35b-a3b"), 140 << 30)
     row = 30 * (32 * 128 * 128 * 4 + 3 * 8192 * 2)

@@ -31,14 +31,12 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from benchmarks.evidence.bench_loading import AT_LOAD, measure
 from benchmarks.random_checkpoint import write_random_checkpoint
 from nanovllm import LLM
-from nanovllm.apps.estimate import fetch_config
 from nanovllm.backends.cpu.quantized import quantized_library
 from nanovllm.features.quantized.checkpoints import Awq, Gptq, PackQuantized, find_format
 from nanovllm.features.quantized.codes import Codes
 from nanovllm.features.quantized.formats import MADE_AT_LOAD, Format
 from nanovllm.features.quantized.loading import count_bytes
 from nanovllm.features.quantized.unpack import Floats4, find_order
-from nanovllm.features.shapes import preset_config
 from nanovllm.models.sizes import Sizes
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -219,6 +217,8 @@ def test_ranks_that_cannot_share_are_refused_by_name(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def write_large(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Writes the checkpoint of a model that is large beside 128 MB, once in each format, and returns its folder."""
+    from nanovllm.features.shapes import preset_config
+
     config = preset_config("qwen3-0.6b") | {"num_hidden_layers": 10, "vocab_size": 4096, "intermediate_size": 4096}
 
     @cache
@@ -237,6 +237,8 @@ def test_loading_never_holds_the_model_in_16_bits(name: str, write_large: Callab
 
     Codes are made of floats, unpacked from words, or taken as they are.
     """
+    from nanovllm.apps.estimate import fetch_config
+
     folder = write_large("bfloat16" if name in AT_LOAD else name)
     hf_config = fetch_config(str(folder))
     format = find_format(name if name in AT_LOAD else None, hf_config)

@@ -23,8 +23,6 @@ from torch import Tensor
 from transformers import LlamaForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM
 
 from nanovllm import LLM
-from nanovllm.apps.cli import main
-from nanovllm.apps.jobs.provenance import read_provenance
 from nanovllm.backends.cpu.backend import CpuBackend
 from nanovllm.features.quantized.checkpoints import find_format
 from nanovllm.features.quantized.codes import quantize_int8
@@ -238,11 +236,15 @@ def test_new_weights_are_multiplied_so_too(wide: Path, expected: list[list[int]]
 
 
 def test_the_format_is_told_beside_results(wide: Path) -> None:
+    from nanovllm.apps.jobs.provenance import read_provenance
+
     with LLM(str(wide), **SMALL, device="cpu", **DYNAMIC) as llm:
         assert read_provenance(llm.engine)["quantization"] == "int8-dynamic"
 
 
 def test_a_gpu_is_estimated_without_its_kernels(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    from nanovllm.apps.cli import main
+
     monkeypatch.setitem(sys.modules, "nanovllm.backends.gpu.triton_backend", None)
     assert main(["estimate", "qwen3-8b", "--gpu-memory", "24GB", "--quantization", "int8-dynamic"]) == 0
     assert "int8-dynamic" in capsys.readouterr().out

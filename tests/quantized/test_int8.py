@@ -12,9 +12,6 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM, Qwen2ForCausalLM, Qwen3_5ForCausalLM, Qwen3MoeForCausalLM
 
 from nanovllm import LLM
-from nanovllm.apps.cli import main
-from nanovllm.apps.jobs.provenance import read_provenance
-from nanovllm.features.families.qwen3_moe.decoder import Experts
 from nanovllm.features.quantized.codes import quantize_int8
 from nanovllm.models.layers.linear import MatrixModule
 
@@ -60,6 +57,8 @@ def test_tokens_are_those_of_the_rounded_weights(folder: Path, tmp_path: Path) -
 
 
 def test_no_matrix_is_left_in_the_model(folder: Path) -> None:
+    from nanovllm.features.families.qwen3_moe.decoder import Experts
+
     with LLM(str(folder), quantization="int8", **SMALL | {"device": "cpu"}) as llm:
         model = llm.engine.runner.model
         assert llm.engine.config.quantization == "int8"
@@ -227,6 +226,8 @@ def test_options_that_cannot_be_had_say_what_can(tiny: Path, tmp_path: Path) -> 
 
 
 def test_the_format_is_told_beside_results(tiny: Path) -> None:
+    from nanovllm.apps.jobs.provenance import read_provenance
+
     with LLM(str(tiny), quantization="int8", **SMALL | {"device": "cpu"}) as llm:
         assert read_provenance(llm.engine)["quantization"] == "int8"
     with LLM(str(tiny), **SMALL | {"device": "cpu"}) as llm:
@@ -234,6 +235,8 @@ def test_the_format_is_told_beside_results(tiny: Path) -> None:
 
 
 def test_an_estimate_knows_int8(capsys: pytest.CaptureFixture[str]) -> None:
+    from nanovllm.apps.cli import main
+
     assert main(["estimate", "qwen3-8b", "--gpu-memory", "16GB"]) == 1
     assert "--quantization int8" in capsys.readouterr().out
     assert main(["estimate", "qwen3-8b", "--gpu-memory", "16GB", "--quantization", "int8"]) == 0

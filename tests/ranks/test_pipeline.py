@@ -15,8 +15,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.batch_jobs import texts_by_id, write_lines
-from helpers.fakes import FREE
 from helpers.integrity import check_scheduler
 from helpers.stages import LocalPipeline, resolve_with_overlap
 from helpers.tiny import draw_prompts, save_random
@@ -25,9 +23,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nanovllm import LLM, EngineConfig, Output, SamplingParams
-from nanovllm.apps.estimate import fetch_config
-from nanovllm.apps.jobs.job import Job, Status
-from nanovllm.apps.jobs.run import run_job
 from nanovllm.backends.cpu.backend import CpuBackend
 from nanovllm.engine.plan import ROW_SAMPLING, StepPlan
 from nanovllm.features.distributed.pipeline import StageRunner
@@ -127,6 +122,8 @@ class Runs:
 
             local.sampler.sample = spy
             if llm.engine.scheduler.speculation is not None:
+                from helpers.fakes_drafts import FREE
+
                 llm.engine.scheduler.speculation.costs = FREE
             prompts, params = zip(*(self.requests[i] for i in chosen), strict=True)
             outputs = [read(output) for output in llm.generate(prompts, params, use_tqdm=False)]
@@ -415,6 +412,11 @@ def test_grammars_hold_with_steps_in_flight(overlaps: bool, monkeypatch: pytest.
 
 
 def test_a_batch_job_is_answered_as_by_one_rank(tmp_path: Path) -> None:
+    from helpers.batch_jobs import texts_by_id, write_lines
+
+    from nanovllm.apps.jobs.job import Job, Status
+    from nanovllm.apps.jobs.run import run_job
+
     lines = [
         {"prompt": f"Question {i}:", "max_tokens": 12, "temperature": 0.0 if i % 2 else 0.9, "seed": i}
         for i in range(12)
@@ -469,6 +471,8 @@ def test_no_other_split_has_a_lighter_heaviest_stage(weights: list[int], head: i
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_the_stages_of_a_model_have_its_parameters_and_rank_0_fewer_layers(name: str) -> None:
+    from nanovllm.apps.estimate import fetch_config
+
     config = fetch_config(name)
     chosen = choose_stages(config, 3)
     parts = [Sizes(config, decoder=make_stage_decoder(find_decoder(config), stage)) for stage in chosen]
@@ -561,6 +565,8 @@ def test_a_step_samples_as_its_row_s_owner_asked_though_the_row_has_a_new_one(mo
 
 
 def test_a_pipeline_keeps_as_many_steps_in_flight_as_it_has_stages(model: Path) -> None:
+    from nanovllm.apps.estimate import fetch_config
+
     hf_config = fetch_config(str(model))
     for stages, budget in ((1, 2048), (3, 128)):
         config = resolve_options(EngineConfig(str(model), pipeline_parallel_size=stages, device="cpu"), hf_config)

@@ -17,7 +17,6 @@ from helpers.stages import resolve_with_overlap
 from helpers.tiny import draw_prompts, save_random
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.apps.cli import main
 from nanovllm.backends.cpu.backend import CpuBackend
 from nanovllm.features.distributed.collectives import GroupParallel
 
@@ -122,6 +121,8 @@ def test_leaving_and_ctrl_c_with_steps_in_flight_leave_two_processes_whole(
 
 
 def test_the_trace_shows_what_each_rank_did(two: LLM, trace: Path, tmp_path: Path) -> None:
+    from nanovllm.apps.cli import main
+
     two.generate([[1, 2, 3]] * 6, SamplingParams(max_tokens=12, ignore_eos=True), use_tqdm=False)
     lines = trace.read_text().splitlines()[1:]
     events = [json.loads(line.rstrip(",")) for line in lines]

@@ -5,7 +5,6 @@ import re
 from typing import Any
 
 import pytest
-from helpers.fakes import FREE
 from helpers.integrity import check_scheduler
 
 from nanovllm import LLM, Output, SamplingParams
@@ -68,6 +67,8 @@ def expected() -> list[Any]:
     [("none", "tensor_parallel_size"), ("ngrams", "pipeline_parallel_size"), ("a model", "tensor_parallel_size")],
 )
 def test_two_ranks_with_grammars_completions_drafts_and_preemption(drafts: str, kind: str, expected: list[Any]) -> None:
+    from helpers.fakes_drafts import FREE
+
     prompts, params = zip(*make_requests(), strict=True)
     options = BASE | SMALL | {kind: 2, "speculative_config": DRAFTS[drafts]}
     with LLM("tiny-qwen3", **options) as llm:

@@ -16,14 +16,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.batch_jobs import read_answers, texts_by_id, write_lines
 from helpers.processes import is_alive, list_children, list_segments, wait_for
 from helpers.tiny import CROWDED, draw_prompts
 from hypothesis import given
 from hypothesis import strategies as st
 
 from nanovllm import LLM, LoRARequest, SamplingParams
-from nanovllm.apps.cli import main
 from nanovllm.backends.cpu.backend import CpuBackend
 from nanovllm.config import EngineConfig
 from nanovllm.features.distributed import replicas
@@ -451,6 +449,10 @@ def test_ctrl_c_leaves_an_engine_that_works_and_a_kill_leaves_nothing(
 @pytest.mark.slow
 @needs_two_cores
 def test_a_job_on_two_replicas_has_the_results_of_one_engine(tmp_path: Path) -> None:
+    from helpers.batch_jobs import read_answers, texts_by_id, write_lines
+
+    from nanovllm.apps.cli import main
+
     lines: list[Any] = [{"prompt": f"what is {n} + 17?", "temperature": 1, "max_tokens": 12} for n in range(60)]
     source = write_lines(tmp_path / "in.jsonl", [*lines, {"prompt": ""}, b"no json"])
     found = []

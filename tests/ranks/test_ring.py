@@ -7,11 +7,24 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from helpers.fakes import expected_tokens, make_engine
+from helpers.traces import run_trace, traces
+from hypothesis import given, settings
 
-from nanovllm.features.distributed.ring import NUM_SLOTS, Ring, make_anonymous_file
+from nanovllm import SamplingParams
+from nanovllm.engine.plan import StepPlan
+from nanovllm.features.distributed.ring import (
+    HEADER,
+    NUM_SLOTS,
+    Ring,
+    make_anonymous_file,
+    pack_plan,
+    unpack_plan,
+)
 
 CAPACITY = 1000
 
@@ -148,3 +161,40 @@ def test_a_limit_of_file_sizes_is_named_with_the_size_that_is_needed():
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
         os.close(fd)
+
+
+# ---- plans
+
+
+@settings(max_examples=60, deadline=None)
+@given(trace=traces())
+def test_plans_that_cross_a_ring_give_every_request_its_own_tokens(trace):
+    def pack_plans(engine):
+        engine.runner.carry = lambda plan: unpack_plan(pack_plan(plan))
+
+    config, requests = trace
+    seqs, _ = run_trace(config, requests, 2, pack_plans)
+    for i, (prompt, params, pair, _, aborted) in enumerate(requests):
+        tokens, reason = expected_tokens(prompt, params, params.seed, config["eos"], config["max_model_len"], pair)
+        output = seqs[i].output_token_ids
+        assert output == tokens[: len(output)]
+        assert (seqs[i].finish_reason, len(output)) == (reason, len(tokens)) or aborted is not None
+
+
+def test_a_plan_survives_packing():
+    engine = make_engine(num_blocks=64, max_num_batched_tokens=64)
+    for prompt in ([1, 2, 3], [4], [5] * 9):
+        engine.add(engine.prepare(prompt, SamplingParams(temperature=0.5, top_p=0.25, seed=2**40 + 3, logprobs=2)))
+    plan = engine.scheduler.schedule().plan
+    unpacked = unpack_plan(pack_plan(plan))
+    for name in plan.__slots__:
+        assert np.array_equal(getattr(plan, name), getattr(unpacked, name))
+    config = SimpleNamespace(max_num_seqs=4, max_num_batched_tokens=64, max_blocks_per_seq=8)
+    assert len(pack_plan(plan)) <= HEADER + plan.max_size(config)
+
+
+@pytest.mark.parametrize(("max_num_seqs", "budget", "max_len"), [(512, 16384, 4096), (4, 3, 100), (2, 1000, 64)])
+def test_the_largest_plan_fits_into_the_size_that_is_reserved(max_num_seqs, budget, max_len):
+    plan = StepPlan.largest(max_num_seqs, budget, max_len)
+    config = SimpleNamespace(max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, max_blocks_per_seq=1)
+    assert len(pack_plan(plan)) <= HEADER + StepPlan.max_size(config)

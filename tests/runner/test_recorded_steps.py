@@ -12,12 +12,10 @@ from transformers import Qwen3MoeForCausalLM
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.backends.cpu.backend import CpuBackend
-from nanovllm.backends.cpu.edit_logits import Operators as CpuEditOperators
 from nanovllm.backends.cpu.library import record_calls
 from nanovllm.backends.cpu.recorded_steps import MOST_SEQS, RecordedSteps
 from nanovllm.backends.cpu.scratch import Scratch, borrow_from
 from nanovllm.backends.steps import EAGER
-from nanovllm.features.edits.edit_logits import MaskAndPenalties
 from nanovllm.models.decoder import Decoder
 from nanovllm.ops.step_inputs import StepInputs
 
@@ -187,6 +185,9 @@ def test_calls_are_recorded_in_one_thread_and_only_within_the_block() -> None:
 
 
 def test_a_kernel_that_cannot_be_called_again_is_noticed() -> None:
+    from nanovllm.backends.cpu.edit_logits import Operators as CpuEditOperators
+    from nanovllm.features.edits.edit_logits import MaskAndPenalties
+
     backend = CpuBackend()
     rows = torch.zeros(1, dtype=torch.int32)
     with record_calls() as calls:

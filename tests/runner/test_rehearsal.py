@@ -18,7 +18,6 @@ from weakref import ref
 
 import pytest
 import torch
-from helpers.fakes import FREE
 from helpers.kernel_cases import give_variant
 from helpers.tiny import END, draw_prompts, edit_json, make_tokenizer, save_random, save_reciter
 
@@ -33,15 +32,11 @@ from transformers import Qwen3_5MoeForCausalLM, Qwen3MoeForCausalLM
 
 from benchmarks.own_products import choose_products
 from nanovllm import LLM, SamplingParams, StructuredOutputsParams
-from nanovllm.backends.gpu import device, few_rows, quantized
+from nanovllm.backends.gpu import device, few_rows
 from nanovllm.backends.gpu.cuda_graphs import CudaGraphs
 from nanovllm.backends.gpu.few_rows import Cut
 from nanovllm.backends.gpu.few_rows_layer import FewRowsLayer
 from nanovllm.backends.gpu.memory import GpuMemory
-from nanovllm.backends.gpu.quantized import PairedTritonMatrix, find_copied
-from nanovllm.features.drafts.speculation import Speculation
-from nanovllm.features.edits import editing
-from nanovllm.features.families.qwen3_5.ops import RowState
 from nanovllm.ops.attention import AttentionVariant
 from nanovllm.outputs import Output
 from nanovllm.runner.model_runner import ModelRunner
@@ -195,6 +190,9 @@ def test_quantised_weights(quantization: str, kind: str, request: pytest.Fixture
 
 def test_codes_in_pairs_and_copies(experts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They change no clear token. Copies come out of the pool, and are there again after a sleep."""
+    from nanovllm.backends.gpu import quantized
+    from nanovllm.backends.gpu.quantized import PairedTritonMatrix, find_copied
+
     params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
     # Three rows are more than the limit of the last tile, as 193 are otherwise.
     monkeypatch.setattr(PairedTritonMatrix, "row_limits", (1, 2))
@@ -281,6 +279,8 @@ def test_states_of_rows(hybrid: Path) -> None:
 
     Before the first step the rows hold what is no number, so a new sequence that read them would show it.
     """
+    from nanovllm.features.families.qwen3_5.ops import RowState
+
     prompts = draw([28, 30, 3, 1, 20])
     params = [SamplingParams(0, count, ignore_eos=True) for count in (7, 5, 4, 3, 2)]
     options: dict[str, Any] = {"num_kvcache_blocks": 4, "kvcache_block_size": 16}
@@ -338,6 +338,10 @@ def test_drafts_from_the_text(tmp_path: Path) -> None:
 
 def serve_drafts(model: Path, config: dict[str, Any], params: Any, prompts: Any) -> list[Output]:
     """Return the outputs of an engine that verifies every draft it can get, and fail if it gets none."""
+    from helpers.fakes_drafts import FREE
+
+    from nanovllm.features.drafts.speculation import Speculation
+
     with rehearse(), LLM(str(model), dtype="float32", speculative_config=config, **OPTIONS) as llm:
         speculation = llm.engine.scheduler.speculation
         assert isinstance(speculation, Speculation)
@@ -514,6 +518,8 @@ def test_edits_and_grammars(speller: Path, monkeypatch: pytest.MonkeyPatch) -> N
     The model's graph of a step is launched, then the step before it is read, and then masks are made. The host has not
     waited for the graph by then.
     """
+    from nanovllm.features.edits import editing
+
     pytest.importorskip("llguidance")
     order: list[str] = []
     overlaps: list[bool] = []

@@ -9,15 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.batch_jobs import openai_line, read_answers, write_lines
 from helpers.paths import ROOT
 from helpers.tiny import BLOCK, SMALL, draw_prompts, logits_of, save_random
 from torch import Tensor
 from transformers import Qwen3ForCausalLM
 
 from nanovllm import LLM, EngineConfig, SamplingParams
-from nanovllm.apps.jobs.job import Job
-from nanovllm.apps.jobs.run import run_job
 from nanovllm.backends import Backend
 from nanovllm.ops.token_logprobs import TokenLogprobs, token_logprobs_reference
 from nanovllm.runner.logprobs import LOGITS_AT_A_TIME, Logprobs
@@ -196,6 +193,11 @@ def test_strings_are_tokenised_in_batches(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_completion_with_echo_has_the_scores_of_its_prompt(tmp_path: Path) -> None:
+    from helpers.batch_jobs import openai_line, read_answers, write_lines
+
+    from nanovllm.apps.jobs.job import Job
+    from nanovllm.apps.jobs.run import run_job
+
     bodies = [
         {"prompt": "What is 2", "echo": True, "logprobs": 2, "max_tokens": 3},
         {"prompt": "What is 2", "echo": True, "logprobs": 0, "max_tokens": 0},

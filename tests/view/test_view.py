@@ -16,7 +16,6 @@ from helpers.window import Page, record_a_hundred_thousand_events, run_small
 from nanovllm import LLM, SamplingParams
 from nanovllm.apps.cli import main
 from nanovllm.apps.view.page import find_first_difference, read_recording, render_page, write_page
-from nanovllm.features import trace as trace_module
 
 HOSTILE = "</script><img src=x onerror=document.title='owned'><!--<script>"
 ROOM = {"num_kvcache_blocks": 24, "kvcache_block_size": 16, "max_model_len": 192, "max_num_batched_tokens": 64}
@@ -130,6 +129,8 @@ def test_a_killed_run_loses_no_step_that_was_read(tmp_path):
 
 
 def test_recording_stops_at_its_limit_and_says_so(tmp_path, monkeypatch, caplog):
+    from nanovllm.features import trace as trace_module
+
     monkeypatch.setattr(trace_module, "MAX_EVENTS", 200)
     engine, _, _ = run_small(tmp_path / "run.json", depth=2)
     run = read_recording(tmp_path / "run.json")
@@ -547,6 +548,8 @@ def test_the_demo_of_the_site_shows_every_kind_of_event(browser, tmp_path):
 @pytest.mark.slow
 def test_a_hundred_thousand_events_play_and_scrub(browser, tmp_path):
     """How many frames a second that makes is printed by benchmarks/bench_small_costs.py."""
+    from nanovllm.features import trace as trace_module
+
     record_a_hundred_thousand_events(tmp_path / "run.json")
     run = read_recording(tmp_path / "run.json")
     assert run.stopped and sum(1 for _ in (tmp_path / "run.json").open()) >= trace_module.MAX_EVENTS

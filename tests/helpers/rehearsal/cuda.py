@@ -4,6 +4,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -18,7 +19,6 @@ from helpers.rehearsal.interpreter import extended
 from helpers.rehearsal.nccl import PretendNccl
 from helpers.rehearsal.timeline import Event, RehearsalError, Stream
 from nanovllm.backends.gpu import cuda_graphs, startup, triton_shim
-from nanovllm.features.distributed import follower_process
 
 LAUNCHER = "import sys; fd, *sys.path = sys.argv[1:]; from helpers.rehearsal.follower import main; main(int(fd))"
 """A follower runs worker.py with these stand-ins."""
@@ -127,7 +127,8 @@ def rehearse(total: int = 96 * MIB, num_devices: int = 1, capability: tuple[int,
         stack.enter_context(mock.patch.object(torch, "Generator", lambda device="cpu": make_generator()))
         stack.enter_context(mock.patch.object(dist, "ProcessGroupNCCL", PretendNccl, create=True))
         stack.enter_context(mock.patch.object(startup, "compile_kernels", lambda *arguments: None))
-        stack.enter_context(mock.patch.object(follower_process, "LAUNCHER", LAUNCHER))
+        if find_spec("nanovllm.features.distributed") is not None:
+            stack.enter_context(mock.patch("nanovllm.features.distributed.follower_process.LAUNCHER", LAUNCHER))
         stack.enter_context(mock.patch.object(threading.Thread, "run", lambda self: _run_with_calls(run, self)))
         stack.enter_context(mock.patch.dict("os.environ", {"REHEARSAL": f"{total} {num_devices}"}))
         stack.enter_context(extended(card))
