@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers.fakes import (
-    FREE,
     VOCAB,
     FakeRunner,
     expected_tokens,
@@ -18,6 +17,7 @@ from helpers.fakes import (
     run_all,
     state_after,
 )
+from helpers.fakes_drafts import FREE
 from helpers.integrity import check_scheduler
 from helpers.traces import run_trace, traces
 from hypothesis import given, settings
