@@ -23,7 +23,7 @@ from nanovllm.models.generation_keys import check_generation_keys
 from nanovllm.models.headers import fit_to_checkpoint
 from nanovllm.models.hub import find_folder, find_model
 from nanovllm.models.layers.parallel import Parallel
-from nanovllm.models.model_config import find_family, load_model_config
+from nanovllm.models.model_config import find_family, find_refusal, load_model_config
 from nanovllm.models.model_folder import ModelFolder
 from nanovllm.models.sizes import Sizes
 from nanovllm.models.weight_reader import load_weights, read_ahead
@@ -194,8 +194,18 @@ def resolve_options(
         gpu_memory: the bytes of a GPU that need not be here, for an estimate: see `resolve`.
 
     Raises:
-        ValueError: an option asks for something that cannot run here; the message says why.
+        ValueError: an option asks for something that cannot run here; the message says why. Where a model of a family
+            here runs through transformers' code, it also says why.
     """
+    try:
+        return _resolve_options(asked, hf_config, gpu_memory)
+    except ValueError as error:
+        if refusal := find_refusal(hf_config):
+            raise ValueError(f"{error}; this engine's own code does not run the model: {refusal}") from error
+        raise
+
+
+def _resolve_options(asked: EngineConfig, hf_config: "PretrainedConfig", gpu_memory: int | None) -> ResolvedConfig:
     if asked.speculative_config is not None:
         from nanovllm.features.drafts.options import read_speculative_config
 

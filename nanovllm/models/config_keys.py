@@ -60,6 +60,10 @@ ASIDES = list_names(
 KNOWN = READ | TRANSLATED | HARMLESS | ASIDES
 
 
+class LackingError(ValueError):
+    """This engine's own code lacks what a configuration asks for. transformers' code may have it."""
+
+
 def drop_asides(data: Mapping[str, Any], config_class: "type[PretrainedConfig]") -> dict[str, Any]:
     """Return the content of a config.json without what would choose code, at every level.
 
@@ -91,7 +95,8 @@ def check_keys(data: Mapping[str, Any], config: "PretrainedConfig", source: str)
         source: where the content comes from, for messages.
 
     Raises:
-        ValueError: a key that is not in the lists above differs from the default of the family's configuration.
+        LackingError: a key that is not in the lists above differs from the default of the family's configuration.
+        ValueError: tokens attend to later ones.
     """
     if not getattr(config, "is_causal", True):
         raise ValueError(f"{source}: is_causal is false; attention to later tokens is not supported")
@@ -100,7 +105,7 @@ def check_keys(data: Mapping[str, Any], config: "PretrainedConfig", source: str)
     changed = [name for name in others if name in defaults and getattr(config, name, None) != defaults[name]]
     if changed:
         named = ", ".join(f"{name} ({quote(data[name])}; the default is {quote(defaults[name])})" for name in changed)
-        raise ValueError(
+        raise LackingError(
             f"{source}: this engine does not read {named}. It would compute other numbers than transformers, so such "
             "models are not supported"
         )

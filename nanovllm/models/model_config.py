@@ -9,7 +9,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.models.config_keys import check_keys, drop_asides
+from nanovllm.models.config_keys import LackingError, check_keys, drop_asides
 from nanovllm.models.config_sizes import check_limits, check_positions, check_sizes, stretch_length
 from nanovllm.utils.checks import as_number, quote, refuse
 
@@ -207,8 +207,6 @@ def load_model_config(data: dict[str, Any], source: str, model_impl: str = "auto
     Raises:
         ValueError: data has an architecture or a feature that is not implemented, or values that contradict each other.
     """
-    import transformers
-
     data = take_text_config(data)
     architectures = data.get("architectures") or []
     if not isinstance(architectures, list):
@@ -219,8 +217,28 @@ def load_model_config(data: dict[str, Any], source: str, model_impl: str = "auto
     if architecture is None and model_impl == "nanovllm":
         supported = describe_support(architectures, source)
         raise ValueError(f'{supported}; model_impl="auto" also runs causal models by transformers\' code')
-    if architecture is None or model_impl == "transformers":
-        return resolve_name(OTHERS.check)(data, source)
+    refusal = ""
+    if architecture is not None and model_impl != "transformers":
+        try:
+            return read_family(data, architecture, source)
+        except LackingError as error:
+            if model_impl == "nanovllm":
+                raise
+            refusal = str(error)
+    config: PretrainedConfig = resolve_name(OTHERS.check)(data, source)
+    config.native_refusal = refusal
+    return config
+
+
+def read_family(data: dict[str, Any], architecture: str, source: str) -> "PretrainedConfig":
+    """Make and check the configuration of a model whose architecture is a row of `FAMILIES`.
+
+    Raises:
+        LackingError: the row's code lacks something that transformers' code may have.
+        ValueError: no model can have such values.
+    """
+    import transformers
+
     class_name = FAMILIES[architecture].config_class
     config_class = getattr(transformers, class_name, None)
     if config_class is None:
@@ -237,6 +255,11 @@ def load_model_config(data: dict[str, Any], source: str, model_impl: str = "auto
     resolve_name(find_family(config).check)(config, source)
     check_keys(data, config, source)
     return config
+
+
+def find_refusal(config: "PretrainedConfig") -> str:
+    """Return why this engine's own code does not run a model of its families; "" if it does, or has no such family."""
+    return str(getattr(config, "native_refusal", ""))
 
 
 def refuse_own_code(data: dict[str, Any], source: str) -> None:
@@ -286,9 +309,7 @@ def names_causal_model(architectures: list[Any], causal: str) -> bool:
     """
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    if not architectures:
-        return True
-    name = str(architectures[0])
+    name = str(architectures[0]) if architectures else ""
     if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
         return name == causal
     if name.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")):
@@ -330,24 +351,29 @@ def is_headless(config: "PretrainedConfig") -> bool:
 
 
 def _check(config: "PretrainedConfig", source: str) -> None:
-    def fail(what: str) -> None:
-        raise ValueError(f"{source}: {what}")
+    """Raise a ValueError for a value that no model can have, and a LackingError for what no family here has."""
+    rope = config.rope_parameters or {}
+    rope_type = rope.get("rope_type", "default")
+    has_kinds = "rope_type" not in rope and any(isinstance(value, dict) for value in rope.values())
+    has_table = rope_type in tuple(ROPE_TYPES) and not has_kinds  # rope_type may be of any Python type
+    if has_table:
+        _check_rope(rope, source)
+    if not 0 < config.rms_norm_eps < math.inf:  # so NaN fails, too
+        raise ValueError(f"{source}: rms_norm_eps is {quote(config.rms_norm_eps)}; it must be above 0 and finite")
+    check_sizes(config, source)
+
+    def lack(what: str) -> None:
+        raise LackingError(f"{source}: {what}")
 
     if config.hidden_act not in SILU:
-        fail(f"hidden_act is {quote(config.hidden_act)}; only silu is supported")
+        lack(f"hidden_act is {quote(config.hidden_act)}; only silu is supported")
     if getattr(config, "mlp_bias", False):
-        fail("mlp_bias is true; biases in the MLP are not supported")
-    rope = config.rope_parameters or {}
-    if "rope_type" not in rope and any(isinstance(value, dict) for value in rope.values()):
+        lack("mlp_bias is true; biases in the MLP are not supported")
+    if has_kinds:
         kinds = ", ".join(map(quote, rope))
-        fail(f"rope_parameters has angles for each of {kinds}; one table for all layers is supported")
-    rope_type = rope.get("rope_type", "default")
-    if rope_type not in tuple(ROPE_TYPES):  # it may have any type
-        fail(f"rope type is {quote(rope_type)}; supported are {', '.join(ROPE_TYPES)}")
-    _check_rope(rope, source)
-    if not 0 < config.rms_norm_eps < math.inf:  # so NaN fails, too
-        fail(f"rms_norm_eps is {quote(config.rms_norm_eps)}; it must be above 0 and finite")
-    check_sizes(config, source)
+        lack(f"rope_parameters has angles for each of {kinds}; one table for all layers is supported")
+    if not has_table:
+        lack(f"rope type is {quote(rope_type)}; supported are {', '.join(ROPE_TYPES)}")
 
 
 def _check_rope(rope: dict[str, Any], source: str) -> None:
@@ -378,12 +404,12 @@ def check_dense(config: "PretrainedConfig", source: str) -> None:
     kinds = getattr(config, "layer_types", None)
     if kinds and list(kinds) != ["full_attention" if window is None else "sliding_attention" for window in windows]:
         window = getattr(config, "sliding_window", None)
-        raise ValueError(
+        raise LackingError(
             f"{source}: layer_types {sorted(set(map(str, kinds)))} with sliding_window {quote(window)} are not "
             f"supported by {type(config).__name__}"
         )
     if (config.rope_parameters or {}).get("partial_rotary_factor", 1.0) != 1.0:
-        raise ValueError(f"{source}: partial_rotary_factor other than 1 is not supported")
+        raise LackingError(f"{source}: partial_rotary_factor other than 1 is not supported")
 
 
 def find_family(config: "PretrainedConfig") -> Family:

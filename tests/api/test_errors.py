@@ -500,9 +500,9 @@ def checkpoint(random_model: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(random_model, tmp_path / "model"))
 
 
-def assert_not_loaded(folder: object, message: str) -> None:
+def assert_not_loaded(folder: object, message: str, model_impl: str = "auto") -> None:
     with pytest.raises(ValueError, match=re.compile(message, re.DOTALL)):
-        LLM(folder, **OPTIONS)  # type: ignore[arg-type]
+        LLM(folder, model_impl=model_impl, **OPTIONS)  # type: ignore[arg-type]
 
 
 def test_a_missing_folder_is_refused(tmp_path: Path) -> None:
@@ -598,7 +598,7 @@ UNSUPPORTED: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize(("changes", "message"), UNSUPPORTED.values(), ids=UNSUPPORTED.keys())
 def test_what_would_change_the_mathematics_is_refused(changes: dict[str, Any], message: str, checkpoint: Path) -> None:
     edit_json(checkpoint / "config.json", **changes)
-    assert_not_loaded(checkpoint, message)
+    assert_not_loaded(checkpoint, message, model_impl="nanovllm")
 
 
 def test_a_window_that_is_switched_off_is_no_window(checkpoint: Path) -> None:

@@ -569,15 +569,78 @@ def test_replicas_say_the_same(tmp_path: Path) -> None:
         assert generate(llm) == alone
 
 
+# ---- what a family here lacks
+
+LONGROPE = {
+    **{"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 160},
+    **{"short_factor": [1.5] * 16, "long_factor": [4.0] * 16},
+}
+HALF = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+LACKING: dict[str, tuple[str, dict[str, Any], str]] = {
+    "biases of MLPs": ("LlamaForCausalLM", {"mlp_bias": True}, "mlp_bias is true"),
+    "activation": ("Qwen3ForCausalLM", {"hidden_act": "gelu"}, "hidden_act is 'gelu'; only silu is supported"),
+    "activation of experts": (
+        "Qwen3MoeForCausalLM",
+        {**CASES["Qwen3MoeForCausalLM"].changes, "hidden_act": "relu"},
+        "'relu'",
+    ),
+    "rope type": ("LlamaForCausalLM", {"rope_parameters": LONGROPE}, "rope type is 'longrope'"),
+    "partial rotation": ("LlamaForCausalLM", {"rope_parameters": HALF}, "partial_rotary_factor other than 1"),
+    "windows": ("MistralForCausalLM", {"sliding_window": 20, "layer_types": ["full_attention"] * 2}, "layer_types"),
+    "a key": ("Qwen2ForCausalLM", {"head_dim": ..., "chunk_size_feed_forward": 2}, "does not read chunk_size_feed"),
+}
+
+
+@pytest.mark.parametrize("case", LACKING)
+def test_what_a_family_here_lacks_runs_by_transformers_code(
+    case: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    name, changes, reason = LACKING[case]
+    model = save_any(tmp_path, name, **changes)
+    with LLM(tmp_path, **OPTIONS) as llm:
+        assert compare(model, llm).num_equal == 216
+    (line,) = [record.message for record in caplog.records if "runs through" in record.message]
+    assert f"; this engine's own code does not run it: {tmp_path}/config.json: " in line and reason in line
+    with pytest.raises(ValueError, match=reason):
+        LLM(tmp_path, **OPTIONS, model_impl="nanovllm")
+
+
+BOTH_FAIL: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "ranks": ({}, {"tensor_parallel_size": 2}, r"leave tensor_parallel_size \(2\) at 1"),
+    "stages": ({}, {"pipeline_parallel_size": 2}, r"leave pipeline_parallel_size \(2\) at 1"),
+    "a format": (
+        {"quantization_config": {"quant_method": "bitsandbytes"}},
+        {},
+        "'bitsandbytes': this is not supported",
+    ),
+    "a rope type": ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, {}, "is dynamic"),
+}
+
+
+@pytest.mark.parametrize("case", BOTH_FAIL)
+def test_what_neither_code_runs_is_refused_with_both_reasons(case: str, tmp_path: Path) -> None:
+    changes, options, message = BOTH_FAIL[case]
+    save_any(tmp_path, "LlamaForCausalLM", mlp_bias=True)
+    edit_json(tmp_path / "config.json", **changes)
+    both = rf"{message}.*; this engine's own code does not run the model: .*/config\.json: mlp_bias is true"
+    with pytest.raises(ValueError, match=both):
+        LLM(tmp_path, **OPTIONS | options)
+
+
+def test_a_value_that_no_model_can_have_is_refused_whosever_code_would_run(tmp_path: Path) -> None:
+    for wrong in ({"rms_norm_eps": -1.0}, {"num_key_value_heads": 3}, {"head_dim": 31}):
+        save_config(tmp_path, transformers.LlamaConfig(**SMALL), "LlamaForCausalLM", mlp_bias=True, **wrong)
+        with pytest.raises(ValueError, match=r"config\.json: (rms_norm_eps|4 attention heads)|head_dim.=31"):
+            LLM(tmp_path, **OPTIONS, load_format="dummy")
+
+
 # ---- names
 
 
-SPELLINGS: dict[str, tuple[str, list[str] | None]] = {
+SPELLINGS: dict[str, tuple[str, list[str]]] = {
     "PhiMoE": ("PhimoeForCausalLM", ["PhiMoEForCausalLM"]),
     "another stem": ("Gemma2ForCausalLM", ["MyGemmaForCausalLM"]),
-    "no names": ("Gemma2ForCausalLM", None),
     "a native family": ("LlamaForCausalLM", ["LLaMAForCausalLM"]),
-    "a native family without names": ("Qwen3ForCausalLM", []),
 }
 
 

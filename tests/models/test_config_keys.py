@@ -403,13 +403,13 @@ def test_published_models_are_understood_without_a_warning(name: str, caplog: py
 @pytest.mark.usefixtures("granite_as_a_row")
 def test_granite_as_a_mere_row_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError) as caught:
-        load_model_config(GRANITE, "granite/config.json")
+        load_model_config(GRANITE, "granite/config.json", "nanovllm")
     message = str(caught.value)
     assert message.startswith("granite/config.json: this engine does not read attention_multiplier (0.015625;")
     assert [name for name in GRANITE if name in message] == MULTIPLIERS
     save_random(tmp_path, model_class=GraniteForCausalLM, head_dim=..., residual_multiplier=0.5)
     with pytest.raises(ValueError, match=r"does not read residual_multiplier \(0\.5; the default is 1\.0\)\. It would"):
-        LLM(tmp_path, dtype="float32", max_model_len=64)
+        LLM(tmp_path, dtype="float32", max_model_len=64, model_impl="nanovllm")
 
 
 @pytest.mark.usefixtures("granite_as_a_row")
@@ -418,7 +418,7 @@ def test_one_key_that_nobody_reads_is_enough(name: str) -> None:
     neutral = GRANITE | dict.fromkeys(MULTIPLIERS, 1.0)
     load_model_config(neutral, "config.json")
     with pytest.raises(ValueError, match=f"does not read {name} "):
-        load_model_config(neutral | {name: 0.5}, "config.json")
+        load_model_config(neutral | {name: 0.5}, "config.json", "nanovllm")
 
 
 NEUTRAL = {"chunk_size_feed_forward": 0, "is_encoder_decoder": False}

@@ -368,7 +368,7 @@ def test_triton_says_the_same(quantization: str | None, tmp_path: Path) -> None:
 def test_what_cannot_be_is_refused(changes: dict[str, Any], message: str, folder: Path, model: PreTrainedModel) -> None:
     config = json.loads((folder / "config.json").read_text())
     with pytest.raises(ValueError, match=message):
-        load_model_config(config | changes, "config.json")
+        load_model_config(config | changes, "config.json", "nanovllm")
 
 
 def test_keys_of_another_family_change_nothing(tmp_path: Path) -> None:

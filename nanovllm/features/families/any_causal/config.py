@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanovllm.config import EngineConfig, ResolvedConfig
 from nanovllm.models.layers.weights import Quantizer
-from nanovllm.models.model_config import describe_support, names_causal_model, read_values
+from nanovllm.models.model_config import describe_support, find_refusal, names_causal_model, read_values
 from nanovllm.models.sizes import Sizes
 from nanovllm.utils.checks import quote
 
@@ -129,5 +129,9 @@ def resolve_any(
             f"the angles of {name} (longrope) change beyond {model.most_positions} tokens, also for the shorter "
             f"sequences of a step: max_model_len is {config.max_model_len}; set it to at most {model.most_positions}"
         )
-    logger.warning("%s runs through transformers' code: %d of %d modules are ours", name, *model.count_modules())
+    refusal = find_refusal(model.hf.config)
+    logger.warning(
+        "%s runs through transformers' code: %d of %d modules are ours%s",
+        *(name, *model.count_modules(), f"; this engine's own code does not run it: {refusal}" if refusal else ""),
+    )
     return config

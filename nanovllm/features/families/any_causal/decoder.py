@@ -28,6 +28,7 @@ from nanovllm.models.layers.embedding import LMHead
 from nanovllm.models.layers.linear import MatrixModule
 from nanovllm.models.layers.parallel import Parallel
 from nanovllm.models.layers.weights import ShardedLayer, WeightTarget, make_whole_target
+from nanovllm.models.model_config import find_refusal
 from nanovllm.ops.norm_rope_store import NormRope
 from nanovllm.ops.step_inputs import StepInputs
 from nanovllm.utils.machine import default_dtype
@@ -316,10 +317,10 @@ class AnyDecoder(nn.Module):
             self.step.norms[dim] = NormRope(None, None, 0.0, torch.cat((half, torch.zeros_like(half)), 1))
 
     def prove(self, config: ResolvedConfig) -> None:
-        """Compare the loaded model with transformers' own attention, if its architecture is none that tests run."""
+        """Compare the loaded model with transformers' own attention, if tests run no model like it."""
         from nanovllm.features.families.any_causal.proof import TESTED, prove
 
-        if type(self.hf).__name__ not in TESTED:
+        if type(self.hf).__name__ not in TESTED or find_refusal(self.hf.config):
             with self.backend.on_device(), torch.inference_mode(), self.backend.with_threads():
                 prove(self, config)
 

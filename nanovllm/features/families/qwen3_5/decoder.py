@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from nanovllm.backends import Backend, KVCache
 from nanovllm.features.families.qwen3_5.delta_net import DeltaNet
 from nanovllm.features.families.qwen3_5.ops import HybridOperators
+from nanovllm.models.config_keys import LackingError
 from nanovllm.models.decoder import Attention, Decoder, Layer
 from nanovllm.models.layers.linear import ColumnParallelLinear, Part
 from nanovllm.models.layers.parallel import Parallel
@@ -103,7 +104,7 @@ class HybridDecoder(Decoder):
 def check_hybrid(config: "PretrainedConfig", source: str) -> None:
     """Check the values that `HybridDecoder` limits: see `Family.check`."""
     if unknown := set(config.layer_types) - {"full_attention", "linear_attention"}:
-        raise ValueError(f"{source}: layer_types {sorted(map(str, unknown))} are not supported")
+        raise LackingError(f"{source}: layer_types {sorted(map(str, unknown))} are not supported")
     for name in LINEAR_SIZES:
         if getattr(config, name) < 1:
             raise ValueError(f"{source}: {name} is {getattr(config, name)}; it must be at least 1")
