@@ -70,11 +70,11 @@ def check_positions(config: "PretrainedConfig", source: str) -> None:
             f"{source}: factor times original_max_position_embeddings of the rope parameters is {length:.4g}; it must "
             f"be at most {MOST_POSITIONS}"
         )
-    learned = getattr(config, "max_position_embeddings", None) or 0
-    if not hasattr(config, "rope_parameters") and learned > MOST_ROWS:
+    learned = getattr(config, "max_position_embeddings", None)
+    if learned is not None and not hasattr(config, "rope_parameters") and not 1 <= learned <= MOST_ROWS:
         name = config.attribute_map.get("max_position_embeddings", "max_position_embeddings")
         raise ValueError(
-            f"{source}: {name} is {learned}; it must be at most {MOST_ROWS}, for the model has a row for each position"
+            f"{source}: {name} is {learned}; it must be from 1 to {MOST_ROWS}, for the model has a row for each of them"
         )
 
 

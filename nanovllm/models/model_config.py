@@ -183,7 +183,15 @@ def read_quantization(data: dict[str, Any]) -> dict[str, Any]:
     rest = {name: value for name, value in data.items() if name not in ("quantization_config", "compression_config")}
     if not settings or (isinstance(settings, dict) and is_about_cache_alone(settings)):
         return rest
-    return rest | {"quantization_config": settings}
+    return rest | {"quantization_config": name_method(settings)}
+
+
+def name_method(settings: Any) -> Any:
+    """Return a quantization_config that names its method. NVIDIA's ModelOpt may name itself as the producer alone."""
+    producer = settings.get("producer") if isinstance(settings, dict) else None
+    if not isinstance(producer, dict) or "name" not in producer:
+        return settings
+    return {"quant_method": producer["name"], **settings}
 
 
 def is_about_cache_alone(settings: dict[str, Any]) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from nanovllm.models.hub import QUANTIZATION_CONFIGS
-from nanovllm.models.model_config import is_about_cache_alone, read_json, take_text_config
+from nanovllm.models.model_config import is_about_cache_alone, name_method, read_json, take_text_config
 from nanovllm.utils.checks import quote
 
 logger = logging.getLogger(__name__)
@@ -53,10 +53,12 @@ class ModelFolder:
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """The part of config.json for the decoder of text, with the quantization_config that another file may have."""
+        """The part of config.json for the decoder of text, with the quantization_config that another file may have if
+        it has none that names its method."""
         data = take_text_config(read_json(self.path / "config.json"))
+        own = name_method(data.get("quantization_config"))
+        is_settled = data.get("compression_config") or (own and (not isinstance(own, dict) or own.get("quant_method")))
         settings = self.find_settings()
-        is_settled = data.get("quantization_config") or data.get("compression_config")
         if settings is None or is_settled or is_about_cache_alone(settings):
             return data
         # Such a file is no more than a leftover if no weights are quantised. An estimate may have no weights.

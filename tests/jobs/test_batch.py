@@ -391,6 +391,8 @@ def test_fields_for_a_service_are_taken_and_echoed_where_openai_does(tmp_path: P
 
 def read_messages(*messages: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the messages of a line as the chat template gets them."""
+    from nanovllm.features.conversations import read_conversation
+
     llm: Any = InstantLLM(EngineConfig("some-model", max_model_len=1000))
     seen: list[Any] = []
     llm.render_chat = lambda messages, kwargs: seen.extend(read_conversation(messages)) or "x"

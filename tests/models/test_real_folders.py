@@ -325,9 +325,26 @@ def test_settings_of_modelopt_are_read(tmp_path: Path) -> None:
     file.write_text(json.dumps({"producer": {"name": "modelopt"}, "quantization": quantization}))
     add_tensors(quantised, IDLE["KV scales of projections"])
     assert run(quantised) == run(means)
+    settings = {"quant_algo": "FP8", "ignore": ["lm_head"]}
+    edit_json(quantised / "config.json", quantization_config=settings)  # then the file says whose they are
+    assert run(quantised) == run(means)
+    edit_json(quantised / "config.json", quantization_config=None)
     file.write_text(json.dumps({"quantization": quantization | {"quant_algo": "NVFP4"}}))
     message = fail(quantised)
     assert "quantised, by 'modelopt', and its settings are in hf_quant_config.json: quant_algo is 'NVFP4'" in message
+
+
+@pytest.mark.parametrize("algorithm", ["FP8", "NVFP4"])
+def test_a_producer_is_the_method_where_none_is_named(algorithm: str, tmp_path: Path) -> None:
+    save_random(tmp_path / "model")
+    quantised, means = save_quantised(tmp_path / "model", tmp_path, {"quant_method": "modelopt"}, pack_float8)
+    producer = {"name": "modelopt", "version": "0.31.0"}
+    settings = {"quant_algo": algorithm, "ignore": ["lm_head"], "kv_cache_scheme": "FP8", "producer": producer}
+    edit_json(quantised / "config.json", quantization_config=settings)
+    if algorithm == "FP8":
+        assert run(quantised) == run(means)
+    else:
+        assert "quantization_config of 'modelopt': quant_algo is 'NVFP4'" in fail(quantised)
 
 
 def test_settings_beside_plain_weights_are_a_leftover(llama: Path) -> None:
@@ -449,9 +466,10 @@ SMALL_GPT = {"n_embd": 32, "n_head": 4, "n_layer": 1, "vocab_size": 64}
         (
             "GPT2LMHeadModel",
             10**9,
-            "n_positions is 1000000000; it must be at most 1048576, for the model has a row for",
+            "n_positions is 1000000000; it must be from 1 to 1048576, for the model has a row",
         ),
-        ("GPTJForCausalLM", 10**9, "n_positions is 1000000000; it must be at most"),
+        ("GPTJForCausalLM", 10**9, "n_positions is 1000000000; it must be from 1 to"),
+        ("GPTJForCausalLM", 0, "n_positions is 0; it must be from 1 to"),
         ("GPTBigCodeForCausalLM", 10**6, r"its table transformer\.bias would take 10{12} bytes; it may take"),
     ],
 )

@@ -160,6 +160,7 @@ class AnyDecoder(nn.Module):
         try:
             check_numbers(config, self.hf)
             refuse_states(self.hf)
+            refuse_kinds(self.hf)
             self._prepare_buffers()
             self._fix_angles()
             self._take_body()
@@ -421,6 +422,23 @@ def refuse_own_positions(body: nn.Module) -> None:
     takes_positions = "position_ids" in inspect.signature(type(body).forward).parameters
     if not takes_positions or any(hasattr(module, "create_position_ids_from_input_ids") for module in body.modules()):
         raise ValueError("its code counts the positions of tokens itself, or begins to count after 0")
+
+
+def refuse_kinds(model: nn.Module) -> None:
+    """Raise a ValueError if layers attend in a way that the engine lacks, or tables of a checkpoint hold no floats."""
+    config: Any = model.config
+    if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
+        raise ValueError(f"its layers attend within chunks of {config.attention_chunk_size} tokens, not in windows")
+    for name, module in model.named_modules():
+        if name.endswith("indexer"):
+            raise ValueError(f"it has sparse attention with an indexer ({name}), which chooses the keys of each token")
+        if any(isinstance(value, complex) for value in vars(module).values()):
+            raise ValueError(f"{name} computes with a complex number, so a value of config.json is wrong")
+        for table, value in module.named_buffers(recurse=False):
+            if table not in module._non_persistent_buffers_set and not value.is_floating_point():
+                raise ValueError(
+                    f"its checkpoints have a table of {value.dtype}, {name}.{table}, and floats alone are read"
+                )
 
 
 def refuse_states(model: nn.Module) -> None:
