@@ -1108,6 +1108,13 @@ def test_masks_are_asked_what_they_show() -> None:
     assert ask(window) == attend.Mask(300)
     chunked = masking_utils.and_masks(masking_utils.chunked_overlay(256, torch.zeros(1, dtype=torch.long)), causal)
     assert "chunks" in ask(chunked).refusal
+    far = attend.FAR
+    for size in (1, 2, far - 12345, far - 5000, far - 1, far, far + 1, far + 12345, 1 << 24, 1 << 30):
+        window = masking_utils.and_masks(masking_utils.sliding_window_overlay(size), causal)
+        assert ask(window) == attend.Mask(size), size
+    for size in (256, far - 1, far, far + 1, 1 << 24, 1 << 30):
+        chunks = masking_utils.chunked_overlay(size, torch.zeros(1, dtype=torch.long))
+        assert "chunks" in ask(masking_utils.and_masks(chunks, causal)).refusal, size
     assert "neither causal nor sliding" in ask(masking_utils.bidirectional_mask_function).refusal
     with pytest.raises(ValueError, match="parts of a mask"):
         attend.Mask(None)[:, :, 1:]

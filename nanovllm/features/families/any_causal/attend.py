@@ -36,7 +36,12 @@ HARMLESS = frozenset(
 """The arguments of a call that change nothing here. A call with any other argument is refused."""
 
 FAR = 1 << 20
-"""The position of the token for which a mask is asked what the token sees."""
+"""The position of the token for which a mask is asked about every key."""
+
+FARTHEST = (1 << 40) + 7
+"""The position of a token that sees the end of every window, also of one beyond FAR."""
+
+CHUNKED = "its masks show chunks, not sliding windows"
 
 
 @dataclass
@@ -313,20 +318,45 @@ def describe_mask(*_: Any, mask_function: Any, **__: Any) -> Mask:
 
 def _describe(mask_function: Any) -> Mask:
     with torch.device("cpu"):
-        keys = torch.arange(FAR + 2)
-        first, count = _ask(mask_function, FAR, keys)
+        first, count = _ask(mask_function, FAR)
         if count != FAR + 1 - first:
             return Mask(None, "its masks are neither causal nor sliding windows")
-        if first == 0:
-            return Mask(None)
-        earlier = FAR - 12345  # a chunk begins elsewhere there; a window is as long
-        if _ask(mask_function, earlier, keys) != (earlier + 1 - count, count):
-            return Mask(None, "its masks show chunks, not sliding windows")
-    return Mask(count)
+        if first == 0:  # a window may be longer
+            lengths = {_measure(mask_function, position) for position in (FARTHEST, FARTHEST - 12345)}
+        else:
+            later = FAR + 12345  # a chunk begins elsewhere there; a window is as long
+            seen = _ask(mask_function, later)
+            lengths = {count} if seen == (later + 1 - count, count) else {count, None}
+    if len(lengths) > 1 or 0 in lengths:
+        return Mask(None, CHUNKED)
+    return Mask(lengths.pop())
 
 
-def _ask(mask_function: Any, position: int, keys: Tensor) -> tuple[int, int]:
+def _measure(mask_function: Any, position: int) -> int | None:
+    """Return how many keys a token sees that sees all keys that are FAR before it; None if it sees all that there are.
+
+    The farthest key is found by bisection. The result is 0 if the token does not see the key FAR before it.
+    """
+    near, far = FAR, position + 1
+    if not _sees(mask_function, position, position - near):
+        return 0
+    while far - near > 1:
+        middle = (near + far) // 2
+        if _sees(mask_function, position, position - middle):
+            near = middle
+        else:
+            far = middle
+    return None if near == position else near + 1
+
+
+def _sees(mask_function: Any, position: int, key: int) -> bool:
+    zero = torch.zeros((), dtype=torch.long)
+    return bool(torch.as_tensor(mask_function(zero, zero, torch.tensor(position), torch.tensor([key]))).all())
+
+
+def _ask(mask_function: Any, position: int) -> tuple[int, int]:
     """Return the first key that a token sees, and how many keys without a gap; (0, 0) if it sees a later key."""
+    keys = torch.arange(position + 2)
     zero = torch.zeros((), dtype=torch.long)
     sees = torch.as_tensor(mask_function(zero, zero, torch.tensor(position), keys)).expand(keys.shape)
     first = int(sees.int().argmax())
