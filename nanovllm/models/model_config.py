@@ -318,9 +318,11 @@ def names_causal_model(architectures: list[Any], causal: str) -> bool:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     name = str(architectures[0]) if architectures else ""
+    if name.endswith("ForConditionalGeneration"):
+        return True
     if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
         return name == causal
-    if name.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")):
+    if name.endswith(("ForCausalLM", "LMHeadModel")):
         return True
     stem = re.sub("ForCausalLM$|LMHeadModel$", "", causal)
     return name.lower() in (f"{stem}Model".lower(), f"{stem}TextModel".lower())
