@@ -275,13 +275,15 @@ def refuse_own_code(data: dict[str, Any], source: str) -> None:
 
     transformers has the code of many models whose folders still have their own. It goes by model_type.
     """
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
-
     auto_map = data.get("auto_map") or {}
     if not isinstance(auto_map, dict):
         raise refuse(auto_map, f"{source}: auto_map", "an object")
+    if not any(str(name).startswith("AutoModel") for name in auto_map):
+        return
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
     kind = data.get("whole_model_type", data.get("model_type"))
-    if any(str(name).startswith("AutoModel") for name in auto_map) and str(kind) not in CONFIG_MAPPING_NAMES:
+    if str(kind) not in CONFIG_MAPPING_NAMES:
         raise ValueError(
             f"{source}: model_type {quote(kind)} is not in transformers' table, and auto_map names code of the model's "
             "own: code from models is never run here"

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.fakes_drafts import FREE
-from helpers.tiny import SMALL, draw_prompts, save_random
+from helpers.tiny import BLOCK, SMALL, draw_prompts, save_random
 from helpers.variants import REQUESTS, VARIANTS, tokens
 
 from nanovllm import LLM, SamplingParams
@@ -182,6 +182,14 @@ def test_the_pool_counts_both_models(random_model: Path, other_model: Path) -> N
 
     drafted = count(speculative_config={"model": str(other_model), "num_speculative_tokens": 2})
     assert drafted == count() * 2 // (2 + 3)  # layers
+
+
+def test_a_pool_smaller_than_both_models_positions_bounds_both(random_model: Path, other_model: Path) -> None:
+    config = {"speculative_config": {"model": str(other_model), "num_speculative_tokens": 2}}
+    options = SMALL | {"max_model_len": None, "num_kvcache_blocks": 2}
+    with LLM(random_model, **options | config) as llm:
+        runner = llm.engine.runner
+        assert llm.max_model_len == len(runner.model.cos_sin) == len(runner.draft.model.cos_sin) == 2 * BLOCK
 
 
 def test_a_draft_model_that_cannot_draft_is_refused_by_name(random_model: Path, reciter: Path, tmp_path: Path) -> None:

@@ -98,7 +98,11 @@ def find_draft(
         if not config.has_given_length:
             config = fit_length_to_draft(config, limit_length(hf_config, None), name)
             wanted = replace(wanted, max_model_len=config.max_model_len)
-        own = replace(resolve(wanted, hf_config, sizes), use_graphs=False)  # their memory is not measured
+        own = replace(
+            resolve(wanted, hf_config, sizes),
+            use_graphs=False,  # their memory is not measured
+            has_given_length=config.has_given_length,
+        )
         if own.max_model_len < config.max_model_len:
             raise ValueError(
                 f"it is made for {own.max_model_len} tokens, and max_model_len is {config.max_model_len}: set that to "
