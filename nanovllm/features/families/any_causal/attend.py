@@ -337,7 +337,8 @@ def _measure(mask_function: Any, position: int) -> int | None:
 
     The farthest key is found by bisection. The result is 0 if the token does not see the key FAR before it.
     """
-    near, far = FAR, position + 1
+    near = FAR
+    far = position + 1
     if not _sees(mask_function, position, position - near):
         return 0
     while far - near > 1:
