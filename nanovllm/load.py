@@ -26,6 +26,7 @@ from nanovllm.models.layers.parallel import Parallel
 from nanovllm.models.model_config import find_family, find_refusal, load_model_config
 from nanovllm.models.model_folder import ModelFolder
 from nanovllm.models.sizes import Sizes
+from nanovllm.models.text_parts import STAND_INS
 from nanovllm.models.weight_reader import load_weights, read_ahead
 from nanovllm.runner.kv_memory import fit_length, make_cache
 from nanovllm.runner.model_runner import ModelRunner
@@ -132,6 +133,7 @@ def read_files(
         refused_defaults=refused_defaults,
         pooling=pooling,
         origin=source if folder is None else folder.path.absolute(),
+        stand_ins={data[name]: name for name in STAND_INS if isinstance(data.get(name), int)},
         stamps=() if weights is None else weights.stamps,
     )
     return folder, weights, hf_config, facts

@@ -5,7 +5,7 @@ docs/architecture.md explains the words that the files of engine/ use.
 
 import logging
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from copy import copy
 from dataclasses import dataclass, field, replace
@@ -49,6 +49,7 @@ class ModelFacts:
         refused_defaults: why there are no such parameters; "" if there are.
         pooling: makes the vectors of prompts that are embedded.
         origin: the model's folder, or the name of a preset (a configuration without weights).
+        stand_ins: {a token id: the key of config.json by which it stands for a picture, a video or a sound}.
         stamps: the checkpoint's files as they were when they were read, each with its size and the time of its last
             change: see `ModelFolder.stamps`.
     """
@@ -60,7 +61,17 @@ class ModelFacts:
     refused_defaults: str = ""
     pooling: Pooling = LAST_TOKEN_POOLING
     origin: Path | str = ""
+    stand_ins: Mapping[int, str] = field(default_factory=dict)
     stamps: tuple[tuple[Path, int, int, int], ...] = ()
+
+    def refuse_pictures(self, token_ids: Collection[int]) -> None:
+        """Raise a ValueError if a prompt asks for a picture."""
+        for token_id, name in self.stand_ins.items():
+            if token_id in token_ids:
+                raise ValueError(
+                    f"the prompt has token id {token_id}, which is the {name} of config.json: it stands for a picture, "
+                    "a video or a sound, and this engine reads text alone"
+                )
 
     def find_defaults(self) -> SamplingParams:
         """Return `default_params`; ValueError if the model's files ask for what the engine does not have."""
@@ -170,6 +181,7 @@ class LLMEngine:
         params = params.clone()  # the caller may change the original while the request runs
         limits = (self.config.vocab_size, self.config.max_model_len)
         packed = check_request(token_ids, params, self.tokenizer is not None, *limits)
+        self.facts.refuse_pictures(packed)
         # `refused_params` has the fields of `SamplingValues` (ops/sample.py) that the backend's sampler does not read.
         for name in self.config.refused_params:
             if (value := getattr(params, name)) != getattr(SamplingParams(), name):

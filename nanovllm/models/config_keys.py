@@ -7,6 +7,7 @@ from dataclasses import fields
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from nanovllm.models.text_parts import STAND_INS
 from nanovllm.utils.checks import quote
 
 if TYPE_CHECKING:
@@ -28,9 +29,9 @@ READ = list_names(
     sliding_window layer_types rope_parameters rope_theta partial_rotary_factor
     linear_num_key_heads linear_num_value_heads linear_key_head_dim linear_value_head_dim linear_conv_kernel_dim
     num_experts num_experts_per_tok moe_intermediate_size norm_topk_prob decoder_sparse_step mlp_only_layers
-    shared_expert_intermediate_size
+    shared_expert_intermediate_size has_turned_experts
     """
-)
+).union(STAND_INS)
 """The keys that the engine reads."""
 
 TRANSLATED = list_names(

@@ -93,7 +93,7 @@ def fit_to_checkpoint(config: "PretrainedConfig", folder: ModelFolder | None) ->
 
     Args:
         config: its `tie_word_embeddings` becomes true if there is no head, so that the decoder allocates none, and
-            false if the checkpoint has a head of its own.
+            false if the checkpoint has a head of its own. Its `has_turned_experts` becomes what the function says.
         folder: the checkpoint's; None for random weights.
 
     Returns:
@@ -109,6 +109,7 @@ def fit_to_checkpoint(config: "PretrainedConfig", folder: ModelFolder | None) ->
         head, embedding = find_ends(config)
         if find_family(config) is not OTHERS:
             compare_sizes(config, headers)
+            config.has_turned_experts = has_turned_experts(config, headers)
             can_generate &= config.tie_word_embeddings or head in headers.names or headers.has_prefix
         if can_generate and config.tie_word_embeddings and has_own_head(headers, head, embedding):
             logger.warning(
@@ -149,6 +150,16 @@ def has_own_head(headers: Headers, head: str, embedding: str) -> bool:
     # A head that is quantised has several tensors, and is not the embedding, which is not quantised beside it.
     module = head.removesuffix("weight")
     return any(name.startswith(module) and not name.endswith(".bias") for name in headers.names)
+
+
+def has_turned_experts(config: "PretrainedConfig", headers: Headers) -> bool:
+    """Return whether a tensor of all experts has their matrices as [in, out]. As in transformers, its shape says so."""
+    name = headers.find_ending("mlp.experts.down_proj")
+    if name is None:
+        return False
+    turned = [config.moe_intermediate_size, config.hidden_size]
+    shape = headers.read_shape(name) or []
+    return shape[1:] == turned != turned[::-1]
 
 
 def compare_sizes(config: "PretrainedConfig", headers: Headers) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanovllm.models.config_keys import LackingError, check_keys, drop_asides
 from nanovllm.models.config_sizes import check_limits, check_positions, check_sizes, stretch_length
+from nanovllm.models.text_parts import STAND_INS, read_as_text
 from nanovllm.utils.checks import as_number, quote, refuse
 
 if TYPE_CHECKING:
@@ -47,6 +48,9 @@ class Family:
     name_ends: str | None = None
 
 
+VISUAL = ("model.visual.", "visual.")
+"""The prefixes of tensors for pictures, which no text model reads: see text_parts.py."""
+
 QWEN3_5 = Family(
     "Qwen3_5TextConfig",
     qk_norm=True,
@@ -62,14 +66,16 @@ QWEN3_5_MOE = replace(
     check="nanovllm.features.families.qwen3_5_moe:check_sparse_hybrid",
 )
 FAMILIES = {
-    "Qwen3ForCausalLM": Family("Qwen3Config", qk_norm=True),
+    "Qwen3ForCausalLM": Family("Qwen3Config", qk_norm=True, unread=VISUAL),
     "Qwen3MoeForCausalLM": Family(
         "Qwen3MoeConfig",
         qk_norm=True,
         decoder="nanovllm.features.families.qwen3_moe.decoder:SparseDecoder",
         check="nanovllm.features.families.qwen3_moe.decoder:check_sparse",
+        unread=VISUAL,
+        rename="nanovllm.features.families.qwen3_moe.decoder:name_experts",
     ),
-    "Qwen2ForCausalLM": Family("Qwen2Config", biases=(True, False)),
+    "Qwen2ForCausalLM": Family("Qwen2Config", biases=(True, False), unread=VISUAL),
     "LlamaForCausalLM": Family("LlamaConfig"),
     "MistralForCausalLM": Family("MistralConfig", biases=(False, False)),
     "Qwen3_5ForCausalLM": QWEN3_5,
@@ -84,7 +90,7 @@ OTHERS = Family(
     decoder="nanovllm.features.families.any_causal.decoder:make_decoder",
     check="nanovllm.features.families.any_causal.config:make_config",
     resolve="nanovllm.features.families.any_causal.config:resolve_any",
-    unread=("unread.",),
+    unread=("unread.", *VISUAL),
     rename="nanovllm.features.families.any_causal.config:name_tensors",
     name_ends="nanovllm.features.families.any_causal.config:name_ends",
 )
@@ -140,9 +146,8 @@ def take_text_config(data: dict[str, Any]) -> dict[str, Any]:
     text = data.get("text_config")
     if not isinstance(text, dict):
         return data
-    outer: dict[str, Any] = {
-        name: data[name] for name in ("architectures", "tie_word_embeddings", "auto_map") if name in data
-    }
+    named = ("architectures", "tie_word_embeddings", "auto_map", *STAND_INS)
+    outer: dict[str, Any] = {name: data[name] for name in named if name in data}
     outer["whole_model_type"] = data.get("model_type")
     if text.get("tie_word_embeddings") is True:
         outer["tie_word_embeddings"] = True
@@ -215,7 +220,7 @@ def load_model_config(data: dict[str, Any], source: str, model_impl: str = "auto
     Raises:
         ValueError: data has an architecture or a feature that is not implemented, or values that contradict each other.
     """
-    data = take_text_config(data)
+    data = read_as_text(take_text_config(data), source)
     architectures = data.get("architectures") or []
     if not isinstance(architectures, list):
         raise ValueError(f"{source}: architectures is {quote(architectures)}; it must be a list")

@@ -23,7 +23,8 @@ CHUNKS = (9, 7, 1, 1, 118, 1, 162, 1)
 
 WORST_FLOAT32 = 0.005
 """The largest difference of a token's log-probability in float32. Small random models of 73 architectures differ by
-1e-5 to 1e-4, and two with latent attention and huge logits by 3e-3; a scale that is wrong by a fifth makes 0.2 to 20."""
+1e-5 to 1e-4, and two with latent attention and huge logits by 3e-3. A scale that is wrong by a fifth makes 0.2 to 20.
+"""
 
 MIDDLE_16_BITS = 0.3
 """The median of the differences with 16 bits, where rounding alone may move a single token by more than 1: the median

@@ -4,7 +4,7 @@ It computes the same numbers as transformers' modeling_qwen3_moe.
 """
 
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from nanovllm.models.layers.linear import ColumnParallelLinear, Part
 from nanovllm.models.layers.parallel import Parallel
 from nanovllm.models.layers.weights import NamedTargets, ShardedLayer, WeightTarget
 from nanovllm.models.model_config import check_dense
+from nanovllm.models.weight_reader import name_like_llama
 from nanovllm.ops.step_inputs import StepInputs
 
 if TYPE_CHECKING:
@@ -36,6 +37,30 @@ class PackedExperts(Protocol):
 
     def multiply(self, x: Tensor, routing: Routing, gather: bool) -> Tensor:
         """See `grouped_linear_reference`, which has the same arguments and result."""
+
+
+TURNED = ".turned"
+"""Stands behind the names of tensors [num_experts, in, out] of all experts. Qwen3-VL is published so."""
+
+
+def name_experts(names: list[str], config: Any) -> dict[str, str]:
+    """Return `name_like_llama`, with `TURNED` behind the tensors of all experts if they are [num_experts, in, out]."""
+    renamed = name_like_llama(names, config)
+    if not getattr(config, "has_turned_experts", False):
+        return renamed
+    ends = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+    return {name: own + TURNED if own.endswith(ends) else own for name, own in renamed.items()}
+
+
+def make_target(view: Tensor, shape: tuple[int, int, int], slices: tuple[slice, slice]) -> WeightTarget:
+    """Return the place of a part of all experts' matrices [num_experts, out, in]."""
+    return WeightTarget(view, shape, (slice(None), *slices))
+
+
+def make_turned_target(view: Tensor, shape: tuple[int, int, int], slices: tuple[slice, slice]) -> WeightTarget:
+    """Return the same where the checkpoint has [num_experts, in, out]."""
+    num_experts, rows, columns = shape
+    return make_target(view.transpose(1, 2), (num_experts, columns, rows), slices[::-1])
 
 
 class Experts(ShardedLayer):
@@ -77,13 +102,13 @@ class Experts(ShardedLayer):
         mine = slice(self.start, self.start + length)
         everything = slice(None)
         gates, ups = self.gate_up.view(num_experts, 2, length, hidden).unbind(1)
-        if (fused := f"{path}.gate_up_proj") in names:
-            mine_of_up = slice(size + self.start, size + self.start + length)
-            for view, rows in ((gates, mine), (ups, mine_of_up)):
-                yield fused, WeightTarget(view, (num_experts, 2 * size, hidden), (everything, rows, everything))
-            shape = (num_experts, hidden, size)
-            yield f"{path}.down_proj", WeightTarget(self.down, shape, (everything, everything, mine))
-            return
+        for end, turn in (("", make_target), (TURNED, make_turned_target)):
+            if (fused := f"{path}.gate_up_proj{end}") in names:
+                mine_of_up = slice(size + self.start, size + self.start + length)
+                for view, rows in ((gates, mine), (ups, mine_of_up)):
+                    yield fused, turn(view, (num_experts, 2 * size, hidden), (rows, everything))
+                yield f"{path}.down_proj{end}", turn(self.down, (num_experts, hidden, size), (everything, mine))
+                return
         for i, (gate, up, down) in enumerate(zip(gates, ups, self.down, strict=True)):
             for name, view in (("gate_proj", gate), ("up_proj", up)):
                 yield f"{path}.{i}.{name}.weight", WeightTarget(view, (size, hidden), (mine, everything))
