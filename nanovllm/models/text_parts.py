@@ -92,4 +92,4 @@ def read_as_text(data: Mapping[str, Any], source: str) -> dict[str, Any]:
     }
     read = known | part | {"rope_scaling", "rope_theta", "partial_rotary_factor"}
     unread = {name: value for name, value in data.items() if name not in read and not OF_PICTURES.search(name)}
-    return unread | values | own | twin.always | kept
+    return {**unread, **values, **own, **twin.always, **kept}
