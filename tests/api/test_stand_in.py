@@ -227,6 +227,10 @@ def test_encode_gives_the_vectors_of_embed_and_cuts_long_prompts(vllm: Any) -> N
             found = llm.encode(texts, pooling_task="embed", truncate_prompt_tokens=limit, use_tqdm=False)
             expected = llm.embed([one[:most] for one in ids], use_tqdm=False)
             assert [one.outputs.data.tolist() for one in found] == [one.embedding.tolist() for one in expected]
+            inner = llm.embed(texts, tokenization_kwargs={"truncate_prompt_tokens": limit}, use_tqdm=False)
+            assert [one.embedding.tolist() for one in inner] == [one.embedding.tolist() for one in expected]
+        with pytest.raises(ValueError, match=r"tokenization_kwargs, which vLLM has, is not supported here as {'a': 1}"):
+            llm.embed(texts, tokenization_kwargs={"a": 1, "truncate_prompt_tokens": -1})
         for task in (None, "classify", "token_embed"):
             with pytest.raises(ValueError, match=r"pooling_task is .*; it must be one of embed"):
                 llm.encode(texts[0], pooling_task=task)

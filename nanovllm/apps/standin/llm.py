@@ -21,6 +21,8 @@ from nanovllm.text.prompts import list_prompts, tokenise_prompts
 from nanovllm.utils.checks import as_choice, as_integer
 from nanovllm.utils.vllm_names import ACCEPTED, ADVICE, LISTED
 
+TRUNCATION = "truncate_prompt_tokens"
+
 
 class SamplingParams(nanovllm.SamplingParams):
     """Without max_tokens a request has 16. All fields have names, because vLLM's have another order."""
@@ -63,6 +65,9 @@ class LLM(nanovllm.LLM):
 
     def embed(self, prompts: Any, *args: Any, truncate_prompt_tokens: int | None = None, **options: Any) -> Any:
         """Return vectors. Of longer prompts the first `truncate_prompt_tokens` tokens count; -1 means max_model_len."""
+        if isinstance(kwargs := options.get("tokenization_kwargs"), dict):  # it may be there, too
+            options["tokenization_kwargs"] = {name: value for name, value in kwargs.items() if name != TRUNCATION}
+            truncate_prompt_tokens = kwargs.get(TRUNCATION, truncate_prompt_tokens)
         if truncate_prompt_tokens is not None:
             most = self.max_model_len if truncate_prompt_tokens == -1 else truncate_prompt_tokens
             most = as_integer(most, "truncate_prompt_tokens", 1, self.max_model_len, "-1, or 1 to max_model_len")
