@@ -2,15 +2,14 @@
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future
 from contextlib import closing, contextmanager
-from functools import cached_property, wraps
-from inspect import Parameter, signature
+from functools import cached_property
 from threading import RLock
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, NoReturn, Unpack
 
 from nanovllm.config import EngineConfig, EngineOptions
 from nanovllm.engine.claim import Activity, State
@@ -18,14 +17,13 @@ from nanovllm.engine.interfaces import StepObserver
 from nanovllm.engine.order import Order
 from nanovllm.engine.scheduled_step import ScheduledStep
 from nanovllm.engine.sequence import Request
-from nanovllm.inputs import LoRARequest, Others, translate_arguments
+from nanovllm.inputs import LoRARequest
 from nanovllm.load import load_engine
 from nanovllm.outputs import Embedding, Metric, Output, Score, list_metrics
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.prompts import Message, Prompt, list_conversations, list_prompts, name_errors, tokenise_prompts
 from nanovllm.text.tokenizer import explain_no_tokenizer
 from nanovllm.utils.checks import quote, refuse
-from nanovllm.utils.foreign_names import explain_missing
 from nanovllm.utils.progress import ProgressBar, hide_unless
 
 if TYPE_CHECKING:
@@ -33,29 +31,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-P = ParamSpec("P")
-R = TypeVar("R")
-
 Item = Request | Prompt | tuple[Prompt, SamplingParams | None]
 """An item of `stream`: a prompt, a prompt with its own sampling_params, or a request that `prepare` returned."""
-
-
-def translate_others(method: Callable[P, R]) -> Callable[P, R]:
-    """Let a method take arguments that only vLLM's method has: `others`, which the method itself does not read.
-
-    Each of them is translated into an argument of ours, or ignored if it changes nothing, or refused by an error.
-    """
-    own = {name for name, parameter in signature(method).parameters.items() if parameter.kind != Parameter.VAR_KEYWORD}
-
-    @wraps(method)
-    def translated(*args: P.args, **given: P.kwargs) -> R:
-        others = {name: value for name, value in given.items() if name not in own}
-        if not others:
-            return method(*args, **given)
-        ours: Any = {name: value for name, value in given.items() if name in own}
-        return method(*args, **ours | translate_arguments(method, others))
-
-    return translated
 
 
 class LLM:
@@ -90,12 +67,6 @@ class LLM:
         if "step" in vars(cls):
             raise TypeError("generate does not call step(), so this method changes nothing; observe() sees each step")
 
-    @classmethod
-    def from_engine_args(cls, engine_args: EngineConfig) -> "LLM":
-        """Make an LLM from options in one object. The method has vLLM's name."""
-        return cls(**vars(engine_args))
-
-    @translate_others
     def generate(
         self,
         prompts: Prompt | Seq[Prompt] | None = None,
@@ -103,7 +74,6 @@ class LLM:
         use_tqdm: bool = True,
         lora_request: LoRARequest | Seq[LoRARequest | None] | None = None,
         prompt_token_ids: list[int] | Seq[list[int]] | None = None,
-        **others: Unpack[Others],
     ) -> list[Output]:
         """Complete every prompt, and return the outputs in the order of the prompts.
 
@@ -215,13 +185,11 @@ class LLM:
             return SoonestOrder(self.engine, requests)
         return Order(self.engine, requests)
 
-    @translate_others
     def score(
         self,
         prompts: Prompt | Seq[Prompt],
         continuations: Prompt | Seq[Prompt],
         use_tqdm: bool = True,
-        **others: Unpack[Others],
     ) -> list[Score]:
         """Compute how likely each continuation is after its prompt.
 
@@ -246,7 +214,6 @@ class LLM:
 
         return score_pairs(self, prompts, continuations, use_tqdm)
 
-    @translate_others
     def embed(
         self,
         prompts: Prompt | Seq[Prompt],
@@ -254,7 +221,6 @@ class LLM:
         *,
         dimensions: int | None = None,
         normalize: bool = True,
-        **others: Unpack[Others],
     ) -> list[Embedding]:
         """Return the vector of each prompt: the hidden state of its last token, after the model's last norm.
 
@@ -280,7 +246,6 @@ class LLM:
 
         return embed_prompts(self, prompts, dimensions=dimensions, normalize=normalize, show=use_tqdm)
 
-    @translate_others
     def chat(
         self,
         messages: Seq[Message] | Seq[Seq[Message]],
@@ -293,7 +258,6 @@ class LLM:
         tools: Seq[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         lora_request: LoRARequest | Seq[LoRARequest | None] | None = None,
-        **others: Unpack[Others],
     ) -> list[Output]:
         """Answer conversations, each a list of {"role": ..., "content": ...}, through the model's chat template.
 
@@ -547,8 +511,7 @@ class LLM:
         """
         self._renewal.load_weights(named_tensors, finish)
 
-    @translate_others
-    def reset_prefix_cache(self, reset_running_requests: bool = False, **others: Unpack[Others]) -> bool:
+    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         """Forget the prefix cache, and return True. RuntimeError if requests are unfinished.
 
         Args:
@@ -562,8 +525,7 @@ class LLM:
             self.engine.scheduler.block_manager.forget_all()
         return True
 
-    @translate_others
-    def sleep(self, level: int = 1, **others: Unpack[Others]) -> None:
+    def sleep(self, level: int = 1) -> None:
         """Free the KV cache (level 1), and the weights, too (level 2). Until `wake_up` no request runs.
 
         Raises:
@@ -572,8 +534,7 @@ class LLM:
         """
         self._renewal.sleep(level)
 
-    @translate_others
-    def wake_up(self, tags: Seq[str] | None = None, **others: Unpack[Others]) -> None:
+    def wake_up(self, tags: Seq[str] | None = None) -> None:
         """Undo `sleep`. After level 2 the model's folder is read again.
 
         Args:
@@ -592,11 +553,6 @@ class LLM:
         for unfinished requests. Whoever waits for a request that has not ended gets an error.
         """
         self.engine.close()
-
-    if not TYPE_CHECKING:  # a type checker that sees __getattr__ accepts every misspelt name
-
-        def __getattr__(self, name: str) -> Any:
-            raise explain_missing("LLM", name)
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(

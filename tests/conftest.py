@@ -1,6 +1,7 @@
 """Settings that must be made before torch and Triton are imported, and fixtures that several test files share."""
 
 import gc
+import importlib
 import logging
 import os
 import signal
@@ -163,3 +164,14 @@ def browser() -> Iterator[Any]:
         pytest.fail(str(missing)) if required else pytest.skip(str(missing))
     yield driver
     driver.quit()
+
+
+@pytest.fixture
+def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The stand-in in this process, which is without it afterwards."""
+    from nanovllm.apps.standin.finders import FINDER
+
+    monkeypatch.setattr(sys, "meta_path", [FINDER, *sys.meta_path])
+    yield importlib.import_module("vllm")
+    for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:
+        del sys.modules[name]

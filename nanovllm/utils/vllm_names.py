@@ -1,4 +1,5 @@
-"""Names in scripts for vLLM or nano-vLLM that are not ours: the values that we accept, and what to do instead.
+"""Options of `LLM` and fields of parameters in scripts for vLLM or nano-vLLM that are not ours: the values that we
+accept, and what to do instead.
 
 This file is data, and imports nothing of the package. Whoever meets such a name asks utils/foreign_names.py.
 """
@@ -28,22 +29,10 @@ _TEXT_ALONE = "a prompt is text or token ids, without images, videos or sounds"
 _OTHER_WORK = "embed(prompts) gives vectors, and score(prompts, continuations) likelihoods; no option prepares them"
 _TRACE = "LLM(model, trace='steps.json') writes what every step did"
 _COPY = "write the value into the config.json of a copy of the model's folder"
-_GROUPS = "generate and chat take lora_request; LLM(model, lora='folder') merges one adapter for everything"
-_EMBED = "embed(prompts, dimensions=..., normalize=...) has these as arguments"
 _NO_SPACE = "white space in JSON is as docs/structured.md says: for another, write a regex or a grammar"
 _GIVEN_TOKENS = "score(prompts, continuations) gives the log-probabilities of tokens that are given"
 _EDITS = "logit_bias, bad_words, allowed_token_ids and structured_outputs do what most of them are for"
 _ONE_CACHE = "the KV cache stays within one engine"
-_ONE_ENGINE = "one engine has one process, which answers many threads and asyncio tasks through LLM.submit"
-_NO_HEAD = "models with a head for classes or rewards are not run; score(prompts, labels) tells how likely they are"
-
-_ALONE = "this module is vLLM's alone"
-
-INNER = f"these are vLLM's inner classes; LLM.stats() has counts, LLM.observe sees each step; {_ONE_ENGINE}"
-"""The advice for modules of `vllm.v1` that no row has."""
-
-LISTED = "docs/porting.md lists the names of vLLM's that are taken"
-"""The advice for classes of vLLM's that no row has."""
 
 REST = "docs/porting.md lists the options of vLLM that are understood"
 """The advice for options of vLLM's that no row has."""
@@ -108,71 +97,12 @@ STRUCTURED = (
     Row("disable_additional_properties", (None, False), 'write "additionalProperties": false into the schema'),
 )
 
-POOLING = (
-    Row("task", ("embed",)),
-    Row("skip_reading_prefix_cache output_kind", (ANY,)),
-    Row("step_tag_id returned_token_ids extra_kwargs late_chunking_params", (None,)),
-)
-
-ARGUMENTS = (
-    Row("priority chat_template_content_format mode", (ANY,)),
-    Row("tokenization_kwargs", (None, {}), "tokenise with get_tokenizer(), and pass token ids"),
-    Row("mm_processor_kwargs", (None, {})),
-    Row("lora_request", (None,), _GROUPS),
-    Row("pooling_params", (None,), _EMBED),
-    Row("prompt_token_ids", (None,), "lists of token ids are prompts: generate([[1, 2, 3]])"),
-    Row("truncate_prompt_tokens", (None,)),
-)
-
-MISSING: Mapping[str, str] = {
-    # methods and attributes of vLLM's LLM
-    "beam_search": "generate(prompts, SamplingParams(n=8, logprobs=0)) samples completions, with log-probabilities",
-    "encode": "embed(prompts) gives vectors, and get_tokenizer().encode gives token ids",
-    "classify reward": _NO_HEAD,
-    "start_profile stop_profile": _TRACE,
-    "collective_rpc": "the ranks take no calls: make the change in this process, or in the model's folder",
-    "apply_model": "llm.engine.runner.model is the model of one device; several ranks take no calls",
-    "llm_engine": "`llm.engine` is the engine, with methods of its own; add_request, step and is_finished are llm's",
-    "preprocess_chat": "render_chat(messages) returns the prompt and its token ids",
-    "abort_request": "leave the iterator of stream() early: requests that still run are aborted",
-    "enqueue enqueue_chat wait_for_completion": "submit(prompt) returns a future at once",
-    # attributes of nano-vLLM's
-    "scheduler": "llm.engine.scheduler is the scheduler; stats() has counts, and observe(observer) sees each step",
-    "model_runner": "llm.engine.runner is the runner, and llm.engine.runner.model the model",
-    "config": "llm.engine.config has the options, as this machine and this model resolved them",
-    "ps": "the processes of the other ranks belong to llm.engine.runner",
-    # modules, and names in them
-    "assets multimodal image audio video EmbedsPrompt": _TEXT_ALONE,
-    "PoolerConfig PoolingRequestOutput": _EMBED,
-    "ClassificationRequestOutput ClassificationOutput ScoringRequestOutput ScoringOutput": _NO_HEAD,
-    "late_chunking LateChunkingParams late_chunking_params": "embed each chunk as a prompt",
-    "KVTransferConfig kv_transfer kv_events": _ONE_CACHE,
-    "BeamSearchParams": "SamplingParams(n=8, logprobs=0) samples completions, with log-probabilities",
-    "entrypoints": "there is no server: `nanovllm run-batch` answers a file, and LLM is in nanovllm itself",
-    "parallel_state": "each rank is a process that LLM(model, tensor_parallel_size=n) starts itself, without torchrun",
-    "model_executor": "models are in nanovllm.models; docs/architecture.md says how a family is added",
-    "ModelRegistry": "FAMILIES in nanovllm.models.model_config is the table of models",
-    "platforms": "torch.cuda tells whether there is a GPU, and `nanovllm doctor` what runs here",
-    "renderers": "chat(messages, chat_template=...) takes the text of a template",
-    "transformers_utils": "llm.get_tokenizer() is transformers' tokenizer",
-    "envs": "no environment variable changes the engine: options do",
-    "AsyncLLMEngine AsyncLLM": _ONE_ENGINE,
-    "VllmConfig": f"EngineConfig has the options; for logits processors: {_EDITS}",
-    "sample": f"in place of logits processors, {_EDITS}",
-    "WeightTransferConfig weight_transfer": "LLM.load_weights(named_tensors) takes new weights",
-    "arg_utils argparse_utils async_llm async_llm_engine async_utils attention benchmarks distributed": _ALONE,
-    "executor logger lora network_utils plugins print_utils triton_utils v1 worker": _ALONE,
-}
-"""{attributes, methods, modules or names in them, with a space between them: what to do instead of using them}."""
-
 TABLES: Mapping[str, tuple[Row, ...]] = {
     "LLM": OPTIONS,
     "SamplingParams": SAMPLING,
     "StructuredOutputsParams": STRUCTURED,
-    "PoolingParams": POOLING,
-    "methods": ARGUMENTS,
 }
-"""The rows of each class of vLLM's, and of all methods of its LLM."""
+"""The rows of each class of vLLM's."""
 
 ACCEPTED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     owner: {name: row.accepted for row in rows for name in row.names.split()} for owner, rows in TABLES.items()
@@ -180,8 +110,7 @@ ACCEPTED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
 """The same as `TABLES`, by name: the accepted values."""
 
 ADVICE: Mapping[str, str] = {
-    **{name: row.advice for rows in TABLES.values() for row in rows if row.advice for name in row.names.split()},
-    **{name: advice for names, advice in MISSING.items() for name in names.split()},
+    name: row.advice for rows in TABLES.values() for row in rows if row.advice for name in row.names.split()
 }
 """{name: what to do instead}."""
 

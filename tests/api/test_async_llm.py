@@ -8,8 +8,9 @@ import pytest
 from helpers.paths import BOX_MODEL
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.apps.async_llm import AsyncLLM, Call, RequestOutputKind
-from nanovllm.apps.standin.llm import SamplingParams as VllmParams
+from nanovllm.apps.standin.async_llm import AsyncLLM, Call
+from nanovllm.apps.standin.params import RequestOutputKind
+from nanovllm.apps.standin.params import SamplingParams as VllmParams
 from nanovllm.engine.claim import ClosedError
 from nanovllm.features.streaming import Pieces
 
@@ -187,8 +188,8 @@ def test_what_cannot_be_streamed_is_refused(engine: AsyncLLM) -> None:
     ):
         with pytest.raises(ValueError, match=error):
             asyncio.run(collect(engine, "x", prompt, params))  # type: ignore[arg-type]
-    with pytest.raises(AttributeError, match="AsyncLLM has no attribute 'encode': embed"):
-        engine.encode  # noqa: B018
+    with pytest.raises(AttributeError, match="AsyncLLM has no attribute 'beam_search': generate"):
+        engine.beam_search  # noqa: B018
 
 
 def test_the_error_of_a_step_reaches_every_task() -> None:

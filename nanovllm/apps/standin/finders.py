@@ -8,18 +8,8 @@ from types import ModuleType
 from typing import Any
 
 from nanovllm.apps.standin.environment import VERSION, find_vllm, prepare_children
-from nanovllm.utils.foreign_names import advise, explain_missing
+from nanovllm.apps.standin.names import MODULES, advise, explain_missing
 from nanovllm.version import __version__
-
-MODULES = (
-    "config distributed.parallel_state distributed.weight_transfer.nccl_common distributed.weight_transfer.nccl_engine "
-    "distributed.weight_transfer.packed_tensor engine.arg_utils engine.async_llm_engine engine.llm_engine "
-    "entrypoints.chat_utils entrypoints.llm envs inputs.data logger logprobs lora.request model_executor.utils outputs "
-    "platforms pooling_params renderers.hf sampling_params sequence tokenizers transformers_utils.tokenizer "
-    "utils.argparse_utils utils.counter utils.network_utils utils.print_utils version v1.engine.async_llm "
-    "v1.metrics.reader worker.worker"
-)
-"""The modules of vLLM's that its clients import, with a space between them. Their packages are answered, too."""
 
 
 def is_answered(name: str) -> bool:

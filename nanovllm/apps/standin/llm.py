@@ -1,5 +1,6 @@
 """The names that `vllm` has: ours, but with vLLM's defaults, and vLLM's meaning where ours is another one."""
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from functools import cached_property
@@ -11,32 +12,17 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer, set_seed
 
 import nanovllm
-from nanovllm.apps import ported
-from nanovllm.apps.async_llm import AsyncLLM, RequestOutputKind
+from nanovllm.apps.standin import engine
+from nanovllm.apps.standin.async_llm import AsyncLLM
+from nanovllm.apps.standin.names import ADVICE, LISTED, explain_missing, with_others
+from nanovllm.apps.standin.params import PoolingParams, RequestOutputKind, SamplingParams
+from nanovllm.config import EngineConfig
 from nanovllm.engine.claim import State
 from nanovllm.engine.sequence import Request
 from nanovllm.models.model_folder import ModelFolder
 from nanovllm.outputs import Embedding
 from nanovllm.text.prompts import list_prompts, tokenise_prompts
 from nanovllm.utils.checks import as_choice, as_integer
-from nanovllm.utils.vllm_names import ACCEPTED, ADVICE, LISTED
-
-TRUNCATION = "truncate_prompt_tokens"
-
-
-class SamplingParams(nanovllm.SamplingParams):
-    """Without max_tokens a request has 16. All fields have names, because vLLM's have another order."""
-
-    __slots__ = ("output_kind",)  # AsyncLLM reads it
-    __annotations__ = {**nanovllm.SamplingParams.__annotations__, **ACCEPTED["SamplingParams"]}
-    """Clients leave out, without a word, what has no name here. So the fields of vLLM's that are refused have one."""
-
-    def __init__(self, *, output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE, **fields: Any) -> None:
-        super().__init__(**{"max_tokens": 16, **fields})
-        self.output_kind = output_kind
-
-    def clone(self) -> "SamplingParams":
-        return replace(self, output_kind=self.output_kind)  # type: ignore[call-arg]
 
 
 class LLM(nanovllm.LLM):
@@ -48,7 +34,21 @@ class LLM(nanovllm.LLM):
             found = ModelFolder(Path(facts.origin)).generation
             self.engine.facts = replace(facts, default_params=SamplingParams.from_generation_config(found))
 
-    llm_engine = cached_property(ported.LLMEngine)
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineConfig) -> "LLM":
+        """Make an LLM from options in one object."""
+        return cls(**vars(engine_args))
+
+    def __getattr__(self, name: str) -> Any:
+        raise explain_missing("LLM", name)
+
+    llm_engine = cached_property(engine.LLMEngine)
+    generate = with_others(nanovllm.LLM.generate)
+    chat = with_others(nanovllm.LLM.chat)
+    sleep = with_others(nanovllm.LLM.sleep)
+    wake_up = with_others(nanovllm.LLM.wake_up)
+    _embed = with_others(nanovllm.LLM.embed)
+    _reset_prefix_cache = with_others(nanovllm.LLM.reset_prefix_cache)
 
     def prepare_requests(self, prompts: Seq[Any], sampling_params: Any, **options: Any) -> list[Request]:
         """Ignore stop_token_ids above the vocabulary, as vLLM does: clients give those of several models."""
@@ -63,11 +63,30 @@ class LLM(nanovllm.LLM):
         known = [i for i in ids if i < self.engine.config.vocab_size]
         return params if len(known) == len(ids) else replace(params, stop_token_ids=known)
 
-    def embed(self, prompts: Any, *args: Any, truncate_prompt_tokens: int | None = None, **options: Any) -> Any:
-        """Return vectors. Of longer prompts the first `truncate_prompt_tokens` tokens count; -1 means max_model_len."""
-        if isinstance(kwargs := options.get("tokenization_kwargs"), dict):  # it may be there, too
-            options["tokenization_kwargs"] = {name: value for name, value in kwargs.items() if name != TRUNCATION}
-            truncate_prompt_tokens = kwargs.get(TRUNCATION, truncate_prompt_tokens)
+    def embed(
+        self,
+        prompts: Any,
+        use_tqdm: bool = True,
+        *,
+        pooling_params: PoolingParams | None = None,
+        truncate_prompt_tokens: int | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> list[Embedding]:
+        """Return vectors. Of longer prompts the first `truncate_prompt_tokens` tokens count; -1 means max_model_len.
+
+        Args:
+            tokenization_kwargs: may have `truncate_prompt_tokens` as well.
+        """
+        if isinstance(pooling_params, PoolingParams):
+            options["dimensions"] = pooling_params.dimensions
+            options["normalize"] = pooling_params.use_activation is not False
+        elif pooling_params is not None:
+            options["pooling_params"] = pooling_params
+        others = dict(tokenization_kwargs or {})
+        truncate_prompt_tokens = others.pop("truncate_prompt_tokens", truncate_prompt_tokens)
+        if others:
+            options["tokenization_kwargs"] = others
         if truncate_prompt_tokens is not None:
             most = self.max_model_len if truncate_prompt_tokens == -1 else truncate_prompt_tokens
             most = as_integer(most, "truncate_prompt_tokens", 1, self.max_model_len, "-1, or 1 to max_model_len")
@@ -77,7 +96,8 @@ class LLM(nanovllm.LLM):
                 prompt if len(tokens.token_ids) <= most else tokens.token_ids[:most]
                 for prompt, tokens in zip(listed, read, strict=True)
             ]
-        return super().embed(prompts, *args, **options)
+        embeddings: list[Embedding] = self._embed(prompts, use_tqdm, **options)
+        return embeddings
 
     def encode(self, prompts: Any, *, pooling_task: str | None = None, **options: Any) -> list["Pooled"]:
         """Return what `embed` does, in vLLM's form for all kinds of pooling. The kind must be "embed"."""
@@ -106,7 +126,7 @@ class LLM(nanovllm.LLM):
         """Finish a load of weights, too: trainers give them one by one, and call this last."""
         if self.engine.claim.state is State.LOADING:
             self.load_weights([])
-        return super().reset_prefix_cache(*args, **options)
+        return bool(self._reset_prefix_cache(*args, **options))
 
 
 class Pooled(Embedding):
@@ -170,8 +190,8 @@ UNCALLED = (
 
 NAMES: dict[str, Any] = {
     **{name: getattr(nanovllm, name) for name in nanovllm.__all__},
-    **ported.NAMES,
-    **{made.__name__: made for made in (LLM, SamplingParams, AsyncLLM, RequestOutputKind)},
+    **engine.NAMES,
+    **{made.__name__: made for made in (LLM, SamplingParams, PoolingParams, AsyncLLM, RequestOutputKind)},
     "PoolingRequestOutput": Pooled,
     **{name: Uncalled(name, (), {}) for name in UNCALLED},
     "AsyncLLMEngine": AsyncLLM,

@@ -4,27 +4,23 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from enum import Enum
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from nanovllm.apps.standin.names import check_arguments, explain_missing
+from nanovllm.apps.standin.params import RequestOutputKind
 from nanovllm.config import EngineConfig
 from nanovllm.engine.claim import State
 from nanovllm.engine.output import make_output, set_decoder
 from nanovllm.engine.sequence import Request, Sequence
 from nanovllm.features.streaming import Pieces
-from nanovllm.inputs import translate_arguments
 from nanovllm.outputs import Output
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.prompts import Prompt
 from nanovllm.utils.checks import as_choice
-from nanovllm.utils.foreign_names import explain_missing
 
 if TYPE_CHECKING:
-    from nanovllm.llm import LLM
-
-RequestOutputKind = Enum("RequestOutputKind", ["CUMULATIVE", "DELTA", "FINAL_ONLY"], start=0)
-"""An AsyncLLM yields all tokens so far, the tokens since the last time, or one output at the end."""
+    from nanovllm.apps.standin.llm import LLM
 
 
 @dataclass(eq=False)
@@ -59,7 +55,7 @@ class AsyncLLM:
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineConfig) -> "AsyncLLM":
-        from nanovllm.llm import LLM
+        from nanovllm.apps.standin.llm import LLM
 
         return cls(LLM.from_engine_args(engine_args))
 
@@ -78,7 +74,7 @@ class AsyncLLM:
         call = Call(request_id)
         self._calls.add(call)
         try:
-            translate_arguments(type(self._llm).generate, others)
+            check_arguments(type(self._llm).generate, others)
             request = self._llm.prepare(prompt, sampling_params)
             pieces = Pieces(request, self._llm.engine.tokenizer)
             kind = getattr(sampling_params, "output_kind", RequestOutputKind.CUMULATIVE)

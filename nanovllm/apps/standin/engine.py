@@ -1,25 +1,24 @@
-"""Names of vLLM's that stand for something here: scripts import them from `nanovllm`, or from `vllm` (standin/)."""
+"""vLLM's engine and options in one object, and small names of vLLM's that stand for something here."""
 
 import gc
 import logging
 import socket
 from argparse import ArgumentParser, Namespace
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
+from nanovllm.apps.standin.names import check_arguments
 from nanovllm.config import EngineConfig, EngineOptions
 from nanovllm.engine.sequence import Sequence
-from nanovllm.inputs import PoolingParams, translate_arguments
 from nanovllm.outputs import METRICS, Embedding, Logprob, Metric, Output
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.prompts import Prompt
-from nanovllm.utils.foreign_names import explain_missing
 
 if TYPE_CHECKING:
-    from nanovllm.llm import LLM
+    from nanovllm.apps.standin.llm import LLM
 
 
 class EngineArgs(EngineConfig):
@@ -64,13 +63,13 @@ class LLMEngine:
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineConfig) -> "LLMEngine":
-        from nanovllm import LLM
+        from nanovllm.apps.standin.llm import LLM
 
         return cls(LLM.from_engine_args(engine_args))
 
     def add_request(self, request_id: str, prompt: Prompt, params: SamplingParams, **others: Any) -> None:
         """Queue a request for `step`."""
-        translate_arguments(type(self._llm).add_request, others)
+        check_arguments(type(self._llm).add_request, others)
         request = self._llm.prepare(prompt, params)
         with self._llm.claim_loop("add_request()"):
             lead = self._llm.engine.add(request)
@@ -125,7 +124,7 @@ def print_embeddings(embeds: Any, prefix: str = "Embeddings") -> None:
 
 NAMES: Mapping[str, Any] = {
     **METRICS,
-    **{made.__name__: made for made in (EngineArgs, LLMEngine, PoolingParams)},
+    **{made.__name__: made for made in (EngineArgs, LLMEngine)},
     **{made.__name__: made for made in (Logprob, Metric)},
     **dict.fromkeys(("EmbeddingRequestOutput", "EmbeddingOutput"), Embedding),
     **dict.fromkeys(("resolve_chat_template", "resolve_hf_chat_template"), resolve_chat_template),
@@ -143,14 +142,3 @@ NAMES: Mapping[str, Any] = {
     "random_uuid": lambda: uuid4().hex,
 }
 """They do not depend on the module that a script imports them from."""
-
-
-def find_name(name: str, ours: Collection[str]) -> Any:
-    """Return what a name of vLLM's stands for here; AttributeError with advice if we do not have it.
-
-    Args:
-        ours: the names that `nanovllm` has itself.
-    """
-    if name not in NAMES:
-        raise explain_missing("module 'nanovllm'", name, ours)
-    return NAMES[name]
