@@ -48,6 +48,8 @@ def test_no_arguments_are_an_empty_object(arguments: Any) -> None:
 
 @pytest.mark.parametrize("calls", [[], (), None])
 def test_a_template_sees_no_calls_where_there_are_none(calls: Any) -> None:
+    from nanovllm.features.conversations import read_conversation
+
     """Some templates ask whether the key is there."""
     messages = ask("{}")
     messages[1] |= {"content": "x", "tool_calls": calls}

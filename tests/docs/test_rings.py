@@ -18,10 +18,10 @@ from scripts.check_code import (
     PACKAGE,
     RINGS,
     find_arrows,
-    find_largest_circle,
-    find_outward_arrows,
     find_imports,
+    find_largest_circle,
     find_modules,
+    find_outward_arrows,
     find_place,
     write_table,
 )

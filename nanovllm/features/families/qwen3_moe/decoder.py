@@ -16,7 +16,7 @@ from nanovllm.models.layers.linear import ColumnParallelLinear, Part
 from nanovllm.models.layers.parallel import Parallel
 from nanovllm.models.layers.weights import NamedTargets, ShardedLayer, WeightTarget
 from nanovllm.models.model_config import check_dense
-from nanovllm.models.weight_reader import name_like_llama
+from nanovllm.models.weight_names import name_like_llama
 from nanovllm.ops.step_inputs import StepInputs
 
 if TYPE_CHECKING:
