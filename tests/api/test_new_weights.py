@@ -12,7 +12,6 @@ from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedModel, Qwen2ForCausalLM, Qwen3MoeForCausalLM
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.features import renewal
 
 OPTIONS: dict[str, Any] = {
     "dtype": "float32",
@@ -168,6 +167,8 @@ def test_names_of_files_and_of_modules_load_in_any_split(name: str, tmp_path: Pa
 def test_a_parameter_that_its_tensors_do_not_cover_replaces_nothing(
     folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from nanovllm.features import renewal
+
     def leave_out(model: Any, names: Any) -> Any:
         return (place for place in find_module_targets(model, names) if not place[1].endswith("k_proj.weight"))
 

@@ -149,7 +149,6 @@ TESTS_OF = {
     "api/test_async_llm.py": {"apps", "features/streaming"},
     "api/test_lm_eval.py": {"apps"},
     "api/test_mistakes.py": {"features/diagnosis"},
-    "api/test_porting.py": {"apps"},
     "api/test_reasoning.py": {"features/parsing"},
     "api/test_stand_in.py": {"apps"},
     "api/test_tool_calls.py": {"features/parsing"},

@@ -20,7 +20,6 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.features.families.any_causal import building
 from nanovllm.models import model_folder
 from nanovllm.models.config_sizes import MOST
 from nanovllm.models.model_config import limit_length, load_model_config, read_values
@@ -483,6 +482,8 @@ def test_tables_of_many_positions_are_refused_before_they_take_memory(
 
 
 def test_a_model_of_more_tensors_than_any_has_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from nanovllm.features.families.any_causal import building
+
     data = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_positions": 64, **SMALL_GPT}
     config = load_model_config(data, "config.json")
     monkeypatch.setattr(building, "MOST_PARAMETERS", 15)

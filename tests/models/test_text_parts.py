@@ -13,7 +13,6 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.features.conversations import read_conversation
 from nanovllm.models.model_config import load_model_config, read_json, take_text_config
 
 OPTIONS = CROWDED | {"attention_backend": "torch"}
@@ -124,6 +123,8 @@ def test_experts_that_are_published_turned_are_turned_back(
 
 
 def test_a_prompt_that_asks_for_a_picture_is_refused(tmp_path: Path) -> None:
+    from nanovllm.features.conversations import read_conversation
+
     save_with_pictures(tmp_path, "Qwen3VL")
     with LLM(tmp_path, **OPTIONS) as llm:
         for token_id, name in ((IMAGE, "image_token_id"), (VIDEO, "video_token_id")):
