@@ -85,7 +85,8 @@ def make_older(folder: Path) -> str:
     """
     subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
     (packages,) = folder.glob("lib/python*/site-packages")
-    (packages / "first.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    others = sysconfig.get_path("purelib")
+    (packages / "others.pth").write_text(f"import site; site.addsitedir({others!r})\n")
     python = str(folder / "bin" / "python")
     subprocess.run([python, "-m", "pip", "install", "-q", "--no-deps", OLDER_TRITON], check=True)
     return python
