@@ -33,10 +33,10 @@ from benchmarks.measuring import make_inputs
 from nanovllm.backends import KVCache
 from nanovllm.backends.cpu import library as cpu_library
 from nanovllm.backends.cpu.backend import CpuBackend
-from nanovllm.backends.cpu.dynamic import DynamicCpuMatrix, DynamicLibrary
+from nanovllm.backends.cpu.dynamic import DynamicLibrary
 from nanovllm.backends.cpu.quantized import CpuMatrix, QuantizedLibrary
 from nanovllm.backends.cpu.scratch import Scratch
-from nanovllm.features.quantized.codes import Codes
+from nanovllm.features.quantized.codes import Codes, InputScales
 from nanovllm.ops.attention import AttentionVariant
 from nanovllm.ops.step_inputs import StepInputs
 
@@ -106,17 +106,18 @@ def products(backends: dict[str, CpuBackend], dtype: torch.dtype, rows: int, rep
 def quantized_products(built: dict[str, Built], bits: int, rows: int, dynamic: bool = False) -> dict[str, float]:
     inputs = {size: torch.ones(rows, size, dtype=torch.bfloat16) for size, _ in SHAPES}
     group = {8: 10**6, 4: 128}[bits]
-    make = DynamicCpuMatrix if dynamic else CpuMatrix
+    input_scales = InputScales.GROUP if dynamic else None
 
-    def pack() -> list[CpuMatrix | DynamicCpuMatrix]:
-        packed: list[CpuMatrix | DynamicCpuMatrix] = []
+    def pack() -> list[CpuMatrix]:
+        packed: list[CpuMatrix] = []
         for size, out in SHAPES * LAYERS:
             codes = torch.ones(out, size * bits // 8, dtype=torch.int8 if bits == 8 else torch.uint8)
             scales = torch.ones(out, max(1, size // group))
-            packed.append(make(Codes(bits, codes, scales, None, group), torch.bfloat16, Scratch()))
+            made = Codes(bits, codes, scales, None, group, input_scales=input_scales)
+            packed.append(CpuMatrix(made, torch.bfloat16, Scratch()))
         return packed
 
-    def run(matrices: list[CpuMatrix | DynamicCpuMatrix]) -> None:
+    def run(matrices: list[CpuMatrix]) -> None:
         for i, matrix in enumerate(matrices):
             matrix.multiply(inputs[SHAPES[i % len(SHAPES)][0]], None)
 

@@ -23,7 +23,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "distributed_backend": ("auto", "nccl", "gloo"),
     "load_format": ("auto", "dummy"),
     "model_impl": ("auto", "nanovllm", "transformers"),
-    "quantization": ("int8", "int8-dynamic", "w8a8", "awq", "gptq", "compressed-tensors", "fp8", "fp8-codes", "mxfp4"),
+    "quantization": ("int8", "int8-dynamic", "w8a8", "awq", "gptq", "compressed-tensors", "fp8", "mxfp4"),
     "logprobs_mode": ("raw_logprobs", "processed_logprobs"),
     "order": ("auto", "given"),
     "reasoning_parser": ("qwen3", "deepseek_r1"),
@@ -159,10 +159,10 @@ class EngineConfig:
     quantization: str | None = _results(
         None,
         "int8 quantises the weights while they are read, with a scale for each row. int8-dynamic also rounds what they "
-        "are multiplied by, with a scale for 128 inputs: faster for batches and prompts on a CPU that multiplies "
-        "bytes. w8a8 rounds it with one scale for each token: for GPUs, and not measured. awq, gptq, "
+        "are multiplied by, with a scale for 128 inputs: on CPUs, faster for batches and prompts where they multiply "
+        "bytes. w8a8 rounds it with one scale for each token: on GPUs, and not measured. awq, gptq, "
         "compressed-tensors, fp8 and mxfp4 are formats of checkpoints that are quantised already; None takes the "
-        "checkpoint's own. fp8-codes keeps the weights of an FP8 checkpoint in one byte, where None gives them 16 bits",
+        "checkpoint's own",
     )
     overlap: bool = _pace(True, "on a GPU, plan the next step while the device computes this one")
     speculative_config: Mapping[str, Any] | None = _pace(

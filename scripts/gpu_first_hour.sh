@@ -10,8 +10,8 @@
 #     scripts/gpu_first_hour.sh 6    which configuration is fastest
 #     scripts/gpu_first_hour.sh 7    weights in one byte and inputs, too: products, steps and whole runs, beside bfloat16
 #     scripts/gpu_first_hour.sh 8    products of few rows: our own kernel beside cuBLAS
-#     scripts/gpu_first_hour.sh 9    products by each form of quantised weights; FP8 in its byte
-#     scripts/gpu_first_hour.sh 10   more of mixtures, and of int8-dynamic
+#     scripts/gpu_first_hour.sh 9    products by each form of quantised weights; int8
+#     scripts/gpu_first_hour.sh 10   more of mixtures
 #     scripts/gpu_first_hour.sh pack nothing but the packing of compiled kernels
 # A call first says how long it takes at most. It writes one log, call-N.log, to $OUT (default: gpu-first-hour);
 # docs/benchmarks.md wants the figures in it. All compiled kernels are packed into one file beside the logs,
@@ -121,20 +121,20 @@ case ${1:-} in
       "${tests[@]}" tests/gpu/test_gpu_kernels.py -k "captured_decode or (routing or products) and bfloat16"
     ;;
   6)
-    step pairs 130 "$python" scripts/gpu_sweep.py --only pairs
+    step codes 130 "$python" scripts/gpu_sweep.py --only codes
     step experts 60 "$python" scripts/gpu_sweep.py --only experts
     step sweep 380 "$python" scripts/gpu_sweep.py --only splits filters
     ;;
   7)
     step rounded 40 "${tests[@]}" -n 12 tests/gpu/test_gpu_kernels.py -k rounded
     step quantised 50 "${tests[@]}" -n 4 tests/gpu/test_gpu_features.py -k "quantised_weights or new_weights"
-    step products 90 "$python" scripts/gpu_products.py --forms int8-dynamic w8a8 "int8 in pairs"
+    step products 90 "$python" scripts/gpu_products.py --forms int8 w8a8
     step bench_8b 80 "$python" bench.py --model qwen3-8b --kv-cache-dtype int8
     step bench_8b_w8a8 70 "$python" bench.py --model qwen3-8b --quantization w8a8 --kv-cache-dtype int8
     step moe_w8a8 90 "$python" bench.py --model qwen3-30b-a3b --quantization w8a8
     step steps_8b 40 "$python" scripts/gpu_steps.py --model qwen3-8b
     step steps_8b_w8a8 40 "$python" scripts/gpu_steps.py --model qwen3-8b --quantization w8a8
-    step tiles 60 "$python" scripts/gpu_sweep.py --only tokens
+    step tiles 60 "$python" scripts/gpu_sweep.py --only rounded
     ;;
   8)
     step few_rows_tests 60 "${tests[@]}" tests/gpu/test_gpu_kernels.py -k few_rows
@@ -146,17 +146,12 @@ case ${1:-} in
     step cuts 140 "$python" scripts/gpu_sweep.py --only cuts
     ;;
   9)
-    step products 130 "$python" scripts/gpu_products.py --forms int8 "int8 with a copy" "4 bits" "4 bits in pairs" "fp8-codes, blocks" "fp8 by fp8, blocks"
-    step steps_int8 45 "$python" scripts/gpu_steps.py --model qwen3-8b --quantization int8 --pairs
-    step checkpoint 120 "$python" benchmarks/random_checkpoint.py qwen3-8b "${TMPDIR:-/tmp}/fp8-8b" --format fp8
-    step bench_fp8_codes 90 "$python" bench.py --model "${TMPDIR:-/tmp}/fp8-8b" --quantization fp8-codes
-    step bench_fp8 90 "$python" bench.py --model "${TMPDIR:-/tmp}/fp8-8b"
-    # With room for all rows, so that quantised weights have copies.
-    step bench_8b_int8 90 "$python" bench.py --model qwen3-8b --quantization int8 --max-model-len 2048 --max-num-seqs 256
+    step products 130 "$python" scripts/gpu_products.py
+    step steps_int8 45 "$python" scripts/gpu_steps.py --model qwen3-8b --quantization int8
+    step bench_8b_int8 90 "$python" bench.py --model qwen3-8b --quantization int8
     ;;
   10)
     step items_64 30 "$python" benchmarks/bench_kernels.py --backends triton --batches 64 --contexts 4096
-    step bench_int8_dynamic 60 "$python" bench.py --model qwen3-8b --quantization int8-dynamic
     step moe_int8_kv 100 "$python" bench.py --model qwen3-30b-a3b --kv-cache-dtype int8
     step moe_memory 100 "$python" bench.py --model qwen3-30b-a3b --gpu-memory-utilization 0.95
     step moe_int8 90 "$python" bench.py --model qwen3-30b-a3b --quantization int8

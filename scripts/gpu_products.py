@@ -9,9 +9,9 @@ import json
 import sys
 from collections.abc import Callable
 from copy import deepcopy
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -19,58 +19,41 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
 import torch.nn.functional as F
 from helpers.kernel_cases import DEVICE, HALF
-from helpers.quantized_cases import make_codes, make_floats
+from helpers.quantized_cases import make_codes
 from torch import Tensor
 
 from benchmarks.bench_kernels import describe, microseconds, num_sets
-from nanovllm.backends.gpu.quantized import Operators, PairedTritonMatrix, TritonMatrix
-from nanovllm.backends.gpu.triton_backend import TritonBackend
-from nanovllm.features.quantized.codes import Codes
-from nanovllm.features.quantized.formats import InputScales
+from nanovllm.backends.gpu.quantized import TritonMatrix
+from nanovllm.features.quantized.codes import Codes, InputScales
 
 ROWS = (1, 16, 64, 128, 256, 512, 2048, 8192)
 SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (24576, 4096), "down": (4096, 12288)}
 """Outputs and inputs of Qwen3-8B's matrices."""
 
-exact = partial(Operators(TritonBackend()).make_matrix, input_scales=None)
-rounded = partial(Operators(TritonBackend()).make_matrix, input_scales=InputScales.GROUP)
-rounded_by_token = partial(Operators(TritonBackend()).make_matrix, input_scales=InputScales.TOKEN)
-
-
-def copied(codes: Codes, dtype: torch.dtype) -> TritonMatrix:
-    """Return a matrix with a copy of 16 bits, which takes the place of dequantising in each product of many rows."""
-    matrix = TritonMatrix(codes, dtype)
-    matrix.keep_copy()
-    return matrix
-
-
-FORMS: dict[str, tuple[Callable[[tuple[int, int]], Codes], Callable[..., Any]]] = {
-    "int8": (lambda shape: make_codes(shape, 8, 0, False), exact),
-    "int8 in pairs": (lambda shape: make_codes(shape, 8, 0, False), PairedTritonMatrix),
-    "int8 with a copy": (lambda shape: make_codes(shape, 8, 0, False), copied),
-    "int8-dynamic": (lambda shape: make_codes(shape, 8, 0, False), rounded),
-    "w8a8": (lambda shape: make_codes(shape, 8, 0, False), rounded_by_token),
-    "4 bits": (lambda shape: make_codes(shape, 4, 128, True), exact),
-    "4 bits in pairs": (lambda shape: make_codes(shape, 4, 128, True), PairedTritonMatrix),
-    "4 bits, int8-dynamic": (lambda shape: make_codes(shape, 4, 128, True), rounded),
-    "fp8-codes, blocks": (lambda shape: make_floats(shape, 128), exact),
-    "fp8-codes, rows": (lambda shape: make_floats(shape, 0), exact),
-    "fp8 by fp8, blocks": (lambda shape: make_floats(shape, 128), rounded),
+FORMS: dict[str, tuple[int, int, bool, InputScales | None]] = {
+    "int8": (8, 0, False, None),
+    "w8a8": (8, 0, False, InputScales.TOKEN),
+    "4 bits": (4, 128, True, None),
+    "8 bits in groups": (8, 128, False, None),
 }
-"""A function that makes the codes of a matrix, and one that makes the matrix of codes and a dtype."""
+"""Bits, group size (0: a row), whether there are zeros, and how inputs are rounded."""
+
+
+def make_matrix(form: str, shape: tuple[int, int], dtype: torch.dtype) -> tuple[Codes, TritonMatrix]:
+    """Return random codes, and the matrix that they make."""
+    *numbers, input_scales = FORMS[form]
+    codes = replace(make_codes(shape, *numbers), input_scales=input_scales)
+    return codes, TritonMatrix(codes, dtype)
 
 
 def check(form: str) -> None:
     """Compare with the dequantised product, of a size that the interpreter can compute."""
-    make, make_matrix = FORMS[form]
-    codes = make((200, 512))
-    multiply = make_matrix(codes, HALF).multiply
+    codes, matrix = make_matrix(form, (200, 512), HALF)
     for num_rows in (1, 17, 130):
         x = torch.randn(num_rows, 512, generator=torch.Generator().manual_seed(0)).to(DEVICE, HALF)
         exact = x.double() @ codes.dequantize().double().T
-        error = float((multiply(x, None).double() - exact).norm() / exact.norm())
-        bound = 0.05 if codes.has_floats else 0.015
-        assert error < (bound if make_matrix in (rounded, rounded_by_token) else 0.005), (form, num_rows, error)
+        error = float((matrix.multiply(x, None).double() - exact).norm() / exact.norm())
+        assert error < (0.005 if codes.input_scales is None else 0.015), (form, num_rows, error)
 
 
 def make_products(form: str | None, shape: tuple[int, int]) -> list[Callable[[Tensor], Tensor]]:
@@ -80,9 +63,8 @@ def make_products(form: str | None, shape: tuple[int, int]) -> list[Callable[[Te
     if form is None:
         weight = torch.randn(out_size, in_size, dtype=torch.bfloat16, device="cuda")
         return [partial(F.linear, weight=weight.clone()) for _ in range(count)]
-    make, make_matrix = FORMS[form]
-    codes = make(shape)  # takes a second on the CPU
-    return [partial(make_matrix(deepcopy(codes), torch.bfloat16).multiply, bias=None) for _ in range(count)]
+    codes, _ = make_matrix(form, shape, torch.bfloat16)  # takes a second on the CPU
+    return [partial(TritonMatrix(deepcopy(codes), torch.bfloat16).multiply, bias=None) for _ in range(count)]
 
 
 def time_products(products: list[Callable[[Tensor], Tensor]], in_size: int, num_rows: int) -> float:
@@ -97,10 +79,8 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--forms", nargs="+", choices=FORMS, default=list(FORMS), metavar="FORM", help="; ".join(FORMS))
     args = parser.parse_args()
-    on_gpu = torch.cuda.is_available()
     results: list[dict[str, object]] = []
-    lacks_fp8 = on_gpu and torch.cuda.get_device_capability() < (8, 9)
-    for form in (None, *(form for form in args.forms if form != "fp8 by fp8, blocks" or not lacks_fp8)):
+    for form in (None, *args.forms):
         if form is not None:
             check(form)
             print(f"{form} is right", flush=True)

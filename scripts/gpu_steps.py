@@ -1,13 +1,11 @@
 """Times decode steps of 1 to 512 sequences after 100 prompt tokens, and says what the host does meanwhile.
 
     python scripts/gpu_steps.py [--model qwen3-0.6b] [--quantization int8] [--kv-cache-dtype int8]
-        [--products own] [--pairs] [--no-copies]
+        [--products own]
 
 Random weights. 15 steps come before those that are timed. A line has the time of a step, how long the device computed,
 and what the host did. While the device computes a step, the host plans and launches the next one. Then it waits for the
 first. With --products, steps of at most 32 sequences multiply by our own kernel ("own") or by cuBLAS ("torch").
-With --pairs, quantised weights have their codes in pairs; with --no-copies, they have no copies for steps of many
-sequences.
 """
 
 import argparse
@@ -16,7 +14,6 @@ import time
 from collections import defaultdict
 from contextlib import ExitStack
 from pathlib import Path
-from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -24,7 +21,6 @@ import torch
 
 from benchmarks.own_products import MOST_BYTES, choose_products
 from nanovllm import LLM, SamplingParams
-from nanovllm.backends.gpu import quantized
 from nanovllm.engine.plan import StepResult
 from nanovllm.engine.scheduled_step import ScheduledStep
 from nanovllm.utils.clock import Clock
@@ -82,8 +78,6 @@ def main() -> None:
     parser.add_argument("--quantization")
     parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--products", choices=MOST_BYTES)
-    parser.add_argument("--pairs", action="store_true")
-    parser.add_argument("--copies", action=argparse.BooleanOptionalAction, default=True)
     args = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("gpu_steps.py measures a GPU, and there is no CUDA device here (torch.cuda.is_available())")
@@ -92,9 +86,7 @@ def main() -> None:
     products = options.pop("products")
     if products is not None:
         switches.enter_context(choose_products(products))
-    switches.enter_context(mock.patch.object(quantized, "TAKES_PAIRS", options.pop("pairs")))
-    switches.enter_context(mock.patch.object(quantized, "KEEPS_COPIES", options.pop("copies")))
-    options |= {"load_format": "dummy", "max_num_seqs": max(NUM_SEQS), "max_model_len": 512}  # leaves room for copies
+    options |= {"load_format": "dummy", "max_num_seqs": max(NUM_SEQS), "max_model_len": 512}
     recorder = Recorder()
     with switches, LLM(**options) as llm:
         llm.observe(recorder)

@@ -1,18 +1,18 @@
 """Times the configurations of the split, the filter and products on this GPU, each after a test that it is right.
 
 python scripts/gpu_sweep.py                 on a GPU
-python scripts/gpu_sweep.py --only pairs
+python scripts/gpu_sweep.py --only codes
 TRITON_INTERPRET=1 python scripts/gpu_sweep.py --check-only    the proof alone, anywhere
 """
 
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
@@ -36,15 +36,16 @@ from benchmarks.bench_kernels import (
     randn,
     time_attention,
 )
-from nanovllm.backends.gpu import few_rows, paged_decode, paired_linear, sample_filter, token_linear
+from nanovllm.backends.gpu import few_rows, paged_decode, sample_filter
+from nanovllm.backends.gpu import product as products
 from nanovllm.backends.gpu.few_rows import FewRowsMatrix
-from nanovllm.backends.gpu.quantized import PairedTritonExperts, PairedTritonMatrix, TokenTritonMatrix, TritonExperts
+from nanovllm.backends.gpu.product import MANY, Tile
+from nanovllm.backends.gpu.quantized import TritonMatrix
 from nanovllm.backends.gpu.sample import sample
-from nanovllm.backends.gpu.token_linear import Tile
 from nanovllm.backends.gpu.triton_backend import TritonBackend
 from nanovllm.features.families.qwen3_moe.ops import route_reference
-from nanovllm.features.quantized.codes import Codes
-from nanovllm.features.quantized.torch_matrix import TokenMatrix
+from nanovllm.features.quantized.codes import Codes, InputScales
+from nanovllm.features.quantized.torch_matrix import TorchMatrix
 from nanovllm.ops.silu_and_mul import silu_and_mul_reference
 
 # (keys in a tile, warps, stages): those that compile for sm_90 without a spill; then programs of a multiprocessor.
@@ -64,9 +65,16 @@ CUTS = [
 """Products of few rows: (columns of a tile, stages, least programs, steps that are asked for ahead)."""
 FILTERS = [(4, 64, 16), (4, 32, 16), (4, 32, 8), (8, 32, 16)]
 """(marks, parts at a time, warps)."""
-PAIRED_TILES = [(16, 32, 6, 4), (16, 64, 4, 4), (64, 64, 3, 4), (64, 128, 3, 8), (128, 64, 3, 4), (128, 128, 3, 8)]
-"""(rows, columns, stages, warps) of products with codes in pairs."""
-TOKEN_TILES = [
+CODES_TILES = [
+    Tile(16, 32, 6, 4),
+    Tile(16, 64, 4, 4),
+    Tile(64, 64, 3, 4),
+    Tile(64, 128, 3, 8),
+    Tile(128, 64, 3, 8),
+    Tile(128, 128, 3, 8),
+]
+"""Tiles of products by codes, those of the engine first of each height."""
+ROUNDED_TILES = [
     Tile(16, 64, 5, 4, 3),
     Tile(16, 32, 6, 4, 3),
     Tile(16, 64, 5, 4, 6),
@@ -77,9 +85,9 @@ TOKEN_TILES = [
     Tile(128, 128, 3, 8, 2),
     Tile(128, 256, 3, 8, 1),
 ]
-"""Tiles of w8a8, those of the engine first of each height."""
-EXPERT_TILES = [(16, 64, 4, 4), (16, 128, 3, 4), (32, 128, 3, 8), (64, 128, 3, 8), (128, 128, 3, 8)]
-"""The same of experts with codes in pairs."""
+"""The same of w8a8."""
+EXPERT_TILES = [Tile(16, 64, 3, 4), Tile(16, 128, 3, 4), Tile(32, 64, 3, 4), Tile(64, 128, 3, 8), Tile(128, 64, 3, 8)]
+"""The same of experts by codes."""
 EXPERTS = (128, 8, 2048, 1536)
 """Experts of Qwen3-30B-A3B, how many a token has, and the inputs and outputs of their first product."""
 FORMS = {"int8": (8, 0, False), "4 bits": (4, 128, True)}
@@ -159,45 +167,45 @@ def time_few_rows(name: str, num_rows: int) -> dict[str, float]:
 
 
 @contextmanager
-def use_paired_tile(tile: tuple[int, int, int, int] | None) -> Iterator[None]:
-    """Take one tile for any number of rows. None takes the usual ones."""
-    tiles = paired_linear.TILES if tile is None else ((max(ROWS), *tile),)
-    with mock.patch.object(paired_linear, "TILES", tiles):
+def use_tile(tiles: str, tile: Tile) -> Iterator[None]:
+    """Take one tile for any number of rows, or of tokens.
+
+    Args:
+        tiles: the name of those in product.py that it takes the place of.
+    """
+    with mock.patch.object(products, tiles, ((MANY, tile),)):
         yield
 
 
-def check_pairs(on_gpu: bool, form: tuple[int, int, bool]) -> None:
+def check_matrix(on_gpu: bool, form: tuple[int, int, bool]) -> None:
+    """Compare with the dequantised matrix."""
     dtype = DTYPE if on_gpu else torch.float16
     codes = make_codes((200, 1152), *form)
     x = torch.randn(70, 1152).to(codes.codes.device, dtype)
     eps = torch.finfo(dtype).eps
-    found = PairedTritonMatrix(codes, dtype).multiply(x, None)
+    found = TritonMatrix(codes, dtype).multiply(x, None)
     expected = x.float() @ codes.dequantize().T
     torch.testing.assert_close(found.float(), expected, rtol=2 * eps, atol=1e-2)
 
 
-@contextmanager
-def use_token_tile(tile: Tile) -> Iterator[None]:
-    """Take one tile for any number of rows."""
-    with mock.patch.object(token_linear, "TILES", (tile,)):
-        yield
-
-
-def check_token_tile(on_gpu: bool) -> None:
+def check_rounded(on_gpu: bool) -> None:
     """Compare with plain torch, bit for bit: of the engine's type on a GPU, in the interpreter in float16."""
     dtype = DTYPE if on_gpu else torch.float16
-    codes = make_codes((300, 1152), 8, 0, False)
+    codes = replace(make_codes((300, 1152), 8, 0, False), input_scales=InputScales.TOKEN)
     x = torch.randn(70, 1152).to(codes.codes.device, dtype)
-    found = TokenTritonMatrix(codes, dtype).multiply(x, None)
-    torch.testing.assert_close(found, TokenMatrix(codes, dtype).multiply(x, None), rtol=0, atol=0)
+    found = TritonMatrix(codes, dtype).multiply(x, None)
+    torch.testing.assert_close(found, TorchMatrix(codes, dtype).multiply(x, None), rtol=0, atol=0)
 
 
-def time_token_tile(shape: tuple[int, int], num_rows: int) -> float:
-    """Return the microseconds of rounding x and of one product by a matrix that is in no cache."""
+def time_matrix(
+    form: tuple[int, int, bool], shape: tuple[int, int], num_rows: int, input_scales: InputScales | None
+) -> float:
+    """Return the microseconds of one product by a matrix that is in no cache, with the rounding of its inputs."""
     out_size, in_size = shape
     x = randn(num_rows, in_size)
-    count = num_sets(out_size * in_size)
-    matrices = [TokenTritonMatrix(draw_codes(shape, FORMS["int8"]), DTYPE) for _ in range(count)]
+    count = num_sets(out_size * in_size * form[0] // 8)
+    drawn = (replace(draw_codes(shape, form), input_scales=input_scales) for _ in range(count))
+    matrices = [TritonMatrix(codes, DTYPE) for codes in drawn]
     return microseconds([lambda matrix=matrix: matrix.multiply(x, None) for matrix in matrices])
 
 
@@ -212,41 +220,25 @@ def draw_codes(shape: tuple[int, ...], form: tuple[int, int, bool]) -> Codes:
     return Codes(bits, codes.view(torch.int8) if bits == 8 else codes, scales, zeros, group_size)
 
 
-def time_pairs(form: tuple[int, int, bool], shape: tuple[int, int], num_rows: int) -> float:
-    """Return the microseconds of one product by a matrix that is in no cache."""
-    out_size, in_size = shape
-    x = randn(num_rows, in_size)
-    count = num_sets(out_size * in_size * form[0] // 8)
-    matrices = [PairedTritonMatrix(draw_codes(shape, form), DTYPE) for _ in range(count)]
-    return microseconds([lambda matrix=matrix: matrix.multiply(x, None) for matrix in matrices])
-
-
-@contextmanager
-def use_expert_tile(tile: tuple[int, int, int, int] | None) -> Iterator[None]:
-    """Take one tile for any number of tokens. None takes the usual ones."""
-    tiles = paired_linear.GROUPED_TILES if tile is None else ((max(ROWS), *tile),)
-    with mock.patch.object(paired_linear, "GROUPED_TILES", tiles):
-        yield
-
-
 def check_experts(on_gpu: bool, form: tuple[int, int, bool]) -> None:
-    """Compare with the form that goes code by code."""
+    """Compare with plain torch."""
+    dtype = DTYPE if on_gpu else torch.float16
     codes = make_codes((3, 70, 256), *form)
-    x = torch.randn(40, 256).to(codes.codes.device, DTYPE if on_gpu else torch.float16)
+    x = torch.randn(40, 256).to(codes.codes.device, dtype)
     slots = torch.arange(40, device=x.device)
     routing = route_reference(torch.randn(40, 3).to(x.device), 2, True, slots)
-    found = PairedTritonExperts(codes).multiply(x, routing, True)
-    expected = TritonExperts(codes).multiply(x, routing, True)
+    found = TritonMatrix(codes, dtype).multiply_pairs(x, routing, True)
+    expected = TorchMatrix(codes, dtype).multiply_pairs(x, routing, True)
     torch.testing.assert_close(found, expected, rtol=0.02, atol=1e-2)
 
 
-def time_experts(make: Callable[[Codes], Any], form: tuple[int, int, bool], num_tokens: int) -> float:
+def time_experts(form: tuple[int, int, bool], num_tokens: int) -> float:
     """Return the microseconds of one product of all experts, whose matrices are in no cache."""
     num_experts, k, in_size, out_size = EXPERTS
     x = randn(num_tokens, in_size)
     routing = route_reference(randn(num_tokens, num_experts), k, True, torch.arange(num_tokens, device="cuda"))
-    experts = [make(draw_codes((num_experts, out_size, in_size), form)) for _ in range(2)]
-    return microseconds([lambda one=one: one.multiply(x, routing, True) for one in experts])
+    experts = [TritonMatrix(draw_codes((num_experts, out_size, in_size), form), DTYPE) for _ in range(2)]
+    return microseconds([lambda one=one: one.multiply_pairs(x, routing, True) for one in experts])
 
 
 def check_split(on_gpu: bool, kv_dtype: torch.dtype) -> None:
@@ -322,41 +314,35 @@ def sweep_cuts(on_gpu: bool, bench: Bench | None) -> Iterator[dict[str, object]]
                     yield {"name": f"cut {config}, {matrix} of {model}, {num_rows} rows", "us": round(us, 1)}
 
 
-def sweep_pairs(on_gpu: bool, bench: Bench | None) -> Iterator[dict[str, object]]:
-    """Check each tile of products with codes in pairs. If there is a bench, yield what it takes."""
-    for (name, form), tile in product(FORMS.items(), (None, *PAIRED_TILES)):
-        with use_paired_tile(tile):
-            check_pairs(on_gpu, form)
+def sweep_codes(on_gpu: bool, bench: Bench | None) -> Iterator[dict[str, object]]:
+    """Check each tile of products by codes. If there is a bench, yield what it takes."""
+    for (name, form), tile in product(FORMS.items(), CODES_TILES):
+        with use_tile("CODES_TILES", tile):
+            check_matrix(on_gpu, form)
             for (matrix, shape), num_rows in product(MATRICES.items(), ROWS) if bench else ():
-                if tile is None or (tile[0] > 16) == (num_rows > 16):
-                    us = time_pairs(form, shape, num_rows)
-                    config = tile or "as usual"
-                    yield {"name": f"pairs {name} {config}, {matrix} of 8B, {num_rows} rows", "us": round(us, 1)}
+                if (tile.rows > 16) == (num_rows > 16):
+                    us = time_matrix(form, shape, num_rows, None)
+                    yield {"name": f"{name} {tuple(tile)}, {matrix} of 8B, {num_rows} rows", "us": round(us, 1)}
 
 
 def sweep_experts(on_gpu: bool, bench: Bench | None) -> Iterator[dict[str, object]]:
-    """Check each tile of experts with codes in pairs. If there is a bench, yield what it takes, and code by code."""
-    for name, form in FORMS.items():
-        for num_tokens in ROWS if bench else ():
-            us = time_experts(TritonExperts, form, num_tokens)
-            yield {"name": f"experts {name}, code by code, {num_tokens} tokens", "us": round(us, 1)}
-        for tile in (None, *EXPERT_TILES):
-            with use_expert_tile(tile):
-                check_experts(on_gpu, form)
-                for num_tokens in ROWS if bench else ():
-                    us = time_experts(PairedTritonExperts, form, num_tokens)
-                    config = tile or "as usual"
-                    yield {"name": f"experts {name}, pairs {config}, {num_tokens} tokens", "us": round(us, 1)}
+    """Check each tile of experts by codes. If there is a bench, yield what it takes."""
+    for (name, form), tile in product(FORMS.items(), EXPERT_TILES):
+        with use_tile("CODES_EXPERT_TILES", tile):
+            check_experts(on_gpu, form)
+            for num_tokens in ROWS if bench else ():
+                us = time_experts(form, num_tokens)
+                yield {"name": f"experts {name} {tuple(tile)}, {num_tokens} tokens", "us": round(us, 1)}
 
 
-def sweep_tokens(on_gpu: bool, bench: Bench | None) -> Iterator[dict[str, object]]:
+def sweep_rounded(on_gpu: bool, bench: Bench | None) -> Iterator[dict[str, object]]:
     """Check each tile of w8a8. If there is a bench, yield what it takes."""
-    for tile in TOKEN_TILES:
-        with use_token_tile(tile):
-            check_token_tile(on_gpu)
+    for tile in ROUNDED_TILES:
+        with use_tile("ROUNDED_TILES", tile):
+            check_rounded(on_gpu)
             for (matrix, shape), num_rows in product(MATRICES.items(), ROWS) if bench else ():
                 if (tile.rows > 16) == (num_rows > 16):
-                    us = time_token_tile(shape, num_rows)
+                    us = time_matrix(FORMS["int8"], shape, num_rows, InputScales.TOKEN)
                     yield {"name": f"w8a8 {tuple(tile)}, {matrix} of 8B, {num_rows} rows", "us": round(us, 1)}
 
 
@@ -364,9 +350,9 @@ SWEEPS = {
     "splits": sweep_splits,
     "filters": sweep_filters,
     "cuts": sweep_cuts,
-    "pairs": sweep_pairs,
+    "codes": sweep_codes,
     "experts": sweep_experts,
-    "tokens": sweep_tokens,
+    "rounded": sweep_rounded,
 }
 
 

@@ -5,6 +5,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -49,22 +50,16 @@ from nanovllm.backends.gpu.few_rows import MAX_ROWS, FewRowsMatrix
 from nanovllm.backends.gpu.gate_and_mul import silu_and_mul
 from nanovllm.backends.gpu.hybrids import Operators as TritonHybridOperators
 from nanovllm.backends.gpu.norm_rope_store import norm_rope_store
-from nanovllm.backends.gpu.quantized import (
-    PairedTritonExperts,
-    PairedTritonMatrix,
-    RoundedTritonMatrix,
-    TokenTritonMatrix,
-    TritonExperts,
-    TritonMatrix,
-)
-from nanovllm.backends.gpu.quantized_linear import TILES
+from nanovllm.backends.gpu.product import CODES_TILES
+from nanovllm.backends.gpu.quantized import TritonMatrix
 from nanovllm.backends.gpu.rms_norm import add_rms_norm, rms_norm
 from nanovllm.backends.gpu.route import route
 from nanovllm.backends.gpu.sample import sample
 from nanovllm.backends.gpu.triton_backend import TritonKernels
 from nanovllm.features.edits.edit_logits import MaskAndPenalties, edit_logits_reference
-from nanovllm.features.families.qwen3_moe.ops import route_reference
-from nanovllm.features.quantized.torch_matrix import DynamicMatrix, TokenMatrix, TorchMatrix
+from nanovllm.features.families.qwen3_moe.ops import grouped_linear_reference, route_reference
+from nanovllm.features.quantized.codes import Codes, InputScales
+from nanovllm.features.quantized.torch_matrix import TorchMatrix
 from nanovllm.ops.norm_rope_store import NormRope, norm_rope_store_reference
 from nanovllm.ops.rms_norm import add_rms_norm_reference, rms_norm_reference
 from nanovllm.ops.sample import uniform_reference
@@ -361,76 +356,44 @@ def test_products_with_codes_are_those_of_the_dequantised_matrix_eager_and_repla
     x.copy_(torch.randn(num_rows, 512, device=CUDA))
     graph.replay()
     weight = codes.dequantize()
-    if num_rows > TILES[-1][0]:
+    if num_rows > CODES_TILES[-1][0]:
         weight = weight.to(dtype)
     expected = x.double() @ weight.double().T
     for got in (matrix.multiply(x, None), y):
         torch.testing.assert_close(got.double(), expected, rtol=2 * eps, atol=1e-3)
 
 
-@pytest.mark.parametrize("num_rows", [1, 16, 17, 65, 129, 300])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("form", [(8, 0, False), (8, 128, False), (4, 0, False), (4, 128, True)], ids=str)
-def test_products_in_pairs_are_those_of_the_dequantised_matrix(
-    form: tuple[int, int, bool], dtype: torch.dtype, num_rows: int
-) -> None:
-    """All codes, which assembly makes numbers of, and sums in three parts. Weights are rounded for no number of rows.
-
-    With a copy of 16 bits they are, for many rows.
-    """
-    codes = make_codes((200, 1152), *form)
-    codes.codes[0, :256] = torch.arange(256, device=CUDA).to(torch.uint8).view(codes.codes.dtype)
-    matrix = PairedTritonMatrix(codes, dtype)
-    x = torch.randn(num_rows, 1152, device=CUDA).to(dtype)
-    graph = torch.cuda.CUDAGraph()
-    matrix.multiply(x, None)  # compiles
-    with torch.cuda.graph(graph):
-        y = matrix.multiply(x, None)
-    x.copy_(torch.randn(num_rows, 1152, device=CUDA))
-    graph.replay()
-    weight = codes.dequantize()
-    eps = torch.finfo(dtype).eps
-    for got in (matrix.multiply(x, None), y):
-        torch.testing.assert_close(got.double(), x.double() @ weight.double().T, rtol=2 * eps, atol=1e-3)
-    matrix.keep_copy()
-    if num_rows > matrix.row_limits[-1]:
-        weight = weight.to(dtype)
-    torch.testing.assert_close(
-        matrix.multiply(x, None).double(), x.double() @ weight.double().T, rtol=2 * eps, atol=1e-3
-    )
-
-
 @pytest.mark.parametrize("num_tokens", [1, 40, 300, 600])
 @pytest.mark.parametrize("form", [(8, 0, False), (8, 128, False), (4, 0, False), (4, 128, True)], ids=str)
-def test_experts_in_pairs_are_those_code_by_code(form: tuple[int, int, bool], num_tokens: int) -> None:
+def test_experts_by_codes_are_those_of_the_dequantised_matrices(form: tuple[int, int, bool], num_tokens: int) -> None:
     codes = make_codes((5, 200, 384), *form)
     x = torch.randn(num_tokens, 384, device=CUDA).to(torch.bfloat16)
     slots = torch.arange(num_tokens, device=CUDA)
     slots[num_tokens // 2 :: 7] = -1
     routing = route_reference(torch.randn(num_tokens, 5, device=CUDA), 2, True, slots)
     count = int(routing.offsets[-1])
-    found = PairedTritonExperts(codes).multiply(x, routing, True)[:count]
-    expected = TritonExperts(codes).multiply(x, routing, True)[:count]
+    found = TritonMatrix(codes, x.dtype).multiply_pairs(x, routing, True)[:count]
+    expected = grouped_linear_reference(x.double(), codes.dequantize().double(), routing, True)[:count]
     eps = torch.finfo(x.dtype).eps
-    torch.testing.assert_close(found.double(), expected.double(), rtol=2 * eps, atol=1e-3)
+    torch.testing.assert_close(found.double(), expected, rtol=2 * eps, atol=1e-3)
+
+
+def rounding_codes(*shape: int) -> Codes:
+    """Codes by which rounded inputs are multiplied."""
+    return replace(make_codes(shape, 8, 0, False), input_scales=InputScales.TOKEN)
 
 
 @pytest.mark.parametrize("num_rows", [1, 17, 65, 300])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(
-    ("ours", "reference"), [(RoundedTritonMatrix, DynamicMatrix), (TokenTritonMatrix, TokenMatrix)]
-)
-def test_rounded_products_have_the_bits_of_the_reference_eager_and_replayed(
-    ours: type[RoundedTritonMatrix], reference: type[TorchMatrix], dtype: torch.dtype, num_rows: int
-) -> None:
+def test_rounded_products_have_the_bits_of_the_reference_eager_and_replayed(dtype: torch.dtype, num_rows: int) -> None:
     """The 70 columns are in two tiles, and the 300 rows in three. All sums of the reference are whole numbers.
 
-    With a scale for a token the sums of 1,100 inputs are in two parts.
+    Those of 1,100 inputs are in two parts.
 
     Triton 3.6 fuses operations on GPUs of compute capability 10.0 and more, though it is told not to.
     """
-    codes = make_codes((70, 1100), 8, 0, False)
-    matrix = ours(codes, dtype)
+    codes = rounding_codes(70, 1100)
+    matrix = TritonMatrix(codes, dtype)
     x = torch.randn(num_rows, 1100, device=CUDA).to(dtype)
     graph = torch.cuda.CUDAGraph()
     matrix.multiply(x, None)  # compiles
@@ -438,7 +401,7 @@ def test_rounded_products_have_the_bits_of_the_reference_eager_and_replayed(
         y = matrix.multiply(x, None)
     x.copy_(torch.randn(num_rows, 1100, device=CUDA))
     graph.replay()
-    expected = reference(codes, dtype).multiply(x, None)
+    expected = TorchMatrix(codes, dtype).multiply(x, None)
     for got in (matrix.multiply(x, None), y):
         assert torch.equal(got, expected)
 
@@ -446,8 +409,8 @@ def test_rounded_products_have_the_bits_of_the_reference_eager_and_replayed(
 @pytest.mark.parametrize("num_rows", [1, 33, 128])
 def test_rounded_sums_in_many_parts_are_exact_one_right_after_another(num_rows: int) -> None:
     """Captured as in a step: a product may start while the one before it runs, which has the same counters."""
-    codes = make_codes((1024, 4096), 8, 0, False)
-    matrix = TokenTritonMatrix(codes, BF16)
+    codes = rounding_codes(1024, 4096)
+    matrix = TritonMatrix(codes, BF16)
     inputs = torch.randn(20, num_rows, 4096, device=CUDA).to(BF16)
     matrix.multiply(inputs[0], None)  # compiles
     graph = torch.cuda.CUDAGraph()
@@ -455,9 +418,9 @@ def test_rounded_sums_in_many_parts_are_exact_one_right_after_another(num_rows: 
         found = [matrix.multiply(x, None) for x in inputs]
     for _ in range(10):
         graph.replay()
-    expected = TokenMatrix(codes, BF16).multiply(inputs.flatten(0, 1), None)
+    expected = TorchMatrix(codes, BF16).multiply(inputs.flatten(0, 1), None)
     assert torch.equal(torch.cat(found), expected)
-    assert not matrix._arrivals.any()
+    assert matrix._laid.arrivals is not None and not matrix._laid.arrivals.any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, BF16])

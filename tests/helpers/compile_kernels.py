@@ -10,6 +10,7 @@ very functions that the wrappers call, so what is compiled here cannot drift fro
 """
 
 import argparse
+import itertools
 import json
 import math
 import re
@@ -17,7 +18,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,31 +32,26 @@ from nanovllm.backends.gpu import (
     causal_conv,
     combine,
     decode_codes,
+    dequantize,
     edit_logits,
     few_rows,
     gate_and_mul,
     gated_delta,
     gated_rms_norm,
-    grouped_linear,
     norm_rope_store,
     online_softmax,
     paged_decode,
     paged_prefill,
-    paired_linear,
-    quantized_linear,
+    product,
     rms_norm,
-    round_to_fp8,
-    rounded_groups,
-    rounded_linear,
+    round_inputs,
     route,
     sample,
     sample_filter,
     step_inputs,
-    token_linear,
     token_logprobs,
     triton_shim,
 )
-from nanovllm.backends.gpu.round_groups import Rounding
 from nanovllm.ops.attention import AttentionVariant
 
 
@@ -92,16 +87,13 @@ VOCAB_SIZE = 151_936
 BLOCK_SIZES = (64, 256)  # the defaults: triton's own, and flash_attn's (which uses the small kernels)
 SHARED_KIB = {arch: triton_shim._SHARED_KIB[divmod(arch, 10)] for arch in (80, 89, 90, 100, 120)}
 
-FORMATS = ((8, 1024, False), (4, 128, True), ("fp8", 128, False), (4, 32, False), (8, 128, False))
+FORMATS = ((8, 1024, False), (4, 128, True), (4, 32, False), (8, 128, False))
 """Bits, group size, whether there are zeros: int8 at load, and checkpoints as they are published."""
-
-PAIRED_FORMATS = ((8, 0, False), (4, 128, True), (8, 128, False), (4, 0, False))
-"""The same of codes in pairs; a group size of 0 is one scale a row."""
 
 # Types by argument name: pointers first, then scalars; anything else is an int32.
 _TYPES = {
     "*fp32": """cos_sin partial_out partial_lse chunk_max chunk_weight part_weight threshold weights penalties values
-        log_sums scales recurrent a_log dt_bias solve attend gains sinks""",
+        log_sums scales x_scales partial recurrent a_log dt_bias solve attend gains sinks""",
     "*i32": """seq_lens items first_item share_begins arrivals block_tables cu_seqlens positions chunk_argmax listed
         places tokens offsets experts rows indices masks counts num_computed num_scheduled planned_ids tables table
         last_token token_ids checked num_above zeros""",
@@ -120,12 +112,8 @@ CODES = {"*i8": 80, "*fp8e4nv": 89}
 COUNTED = (
     "_choose_experts_kernel",
     "_sort_pairs_kernel",
-    "_rounded_linear_kernel",
-    "_grouped_rounded_kernel",
     "_few_rows_kernel",
-    "_rounded_groups_kernel",
-    "_grouped_rounded_groups_kernel",
-    "_token_linear_kernel",
+    "_product_kernel",
 )
 """Kernels whose instructions are counted."""
 
@@ -157,8 +145,10 @@ def launches(models: dict[str, Model], block_sizes: tuple[int, ...], arch: int, 
     # Float32 is no type for speed: kernels of float32 with codes spill.
     caches = {own: itemsize} | {code: 1 for code, first in CODES.items() if arch >= first and itemsize == 2}
 
-    def launch(kernel: Any, config: Mapping[str, float | None], **types: str) -> Launch:
-        return Launch(kernel, tuple(config.items()), tuple(types.items()), own)
+    def launch(kernel: Any, config: Mapping[str, float | None], **types: str | None) -> Launch:
+        absent = {name: None for name, kind in types.items() if kind is None}
+        present = tuple((name, kind) for name, kind in types.items() if kind is not None)
+        return Launch(kernel, (*config.items(), *absent.items()), present, own)
 
     def launch_attention(
         group: int,
@@ -185,20 +175,14 @@ def launches(models: dict[str, Model], block_sizes: tuple[int, ...], arch: int, 
         shape = (group, head_dim, block_size, itemsize, caches[cache], SHARED_KIB[arch])
         yield launch(paged_prefill._prefill_kernel, paged_prefill.prefill_config(*shape) | constants, **types)
 
-    # If they round nothing, what they write takes the place of codes and scales.
-    roundings: list[tuple[Rounding | None, dict[str, str]]] = [
-        (None, {"codes_ptr": own, "scales_ptr": own}),
-        (rounded_linear.ROUNDING, {"codes_ptr": "*i8"}),
-    ]
+    roundings = ((False, {"codes_ptr": None, "scales_ptr": None}), (True, {"codes_ptr": "*i8"}))
     for model in models.values():
         wide = "*fp32" if model.value_heads else own
-        for size, add in product((model.hidden_size, model.head_dim), (False, True)):
-            for rounding, types in roundings:
-                config = rms_norm.rms_norm_config(size, add, rounding)
+        for size, add in itertools.product((model.hidden_size, model.head_dim), (False, True)):
+            for rounds, types in roundings:
+                config = rms_norm.rms_norm_config(size, add, rounds)
                 yield launch(rms_norm._rms_norm_kernel, config, weight_ptr=wide, **types)
-        config = rms_norm.rms_norm_config(model.hidden_size, True, rounded_linear.TOKEN_ROUNDING)
-        yield launch(rms_norm._rms_norm_kernel, config, weight_ptr=wide, codes_ptr="*i8")
-        for block_size, (cache, cache_itemsize) in product(block_sizes, caches.items()):
+        for block_size, (cache, cache_itemsize) in itertools.product(block_sizes, caches.items()):
             types = {}
             if cache in CODES:
                 types = dict.fromkeys(("k_cache_ptr", "v_cache_ptr"), cache)
@@ -226,10 +210,10 @@ def launches(models: dict[str, Model], block_sizes: tuple[int, ...], arch: int, 
                 )
         if model.value_heads:
             yield launch(causal_conv._causal_conv_kernel, causal_conv.causal_conv_config(4))
-            for rounding, types in roundings:
-                config = gated_rms_norm.gated_rms_norm_config(model.value_heads, 128, rounding)
-                yield launch(gated_rms_norm._gated_rms_norm_kernel, config, **types)
-                config = gate_and_mul.gate_and_mul_config(False, model.num_heads * model.head_dim, rounding)
+            config = gated_rms_norm.gated_rms_norm_config(model.value_heads, 128)
+            yield launch(gated_rms_norm._gated_rms_norm_kernel, config)
+            for rounds, types in roundings:
+                config = gate_and_mul.gate_and_mul_config(False, model.num_heads * model.head_dim, rounds)
                 yield launch(gate_and_mul._gate_and_mul_kernel, config, **types)
             for ranks in (1, 8):
                 config = gated_delta.head_config(16 // ranks, model.value_heads // ranks, 128, 128)
@@ -243,26 +227,21 @@ def launches(models: dict[str, Model], block_sizes: tuple[int, ...], arch: int, 
             yield launch(route._choose_experts_kernel, config, **({"logits_stride": "i32"} if has_shared else {}))
             yield launch(route._sort_pairs_kernel, route.sort_pairs_config(8))
             yield launch(combine._combine_experts_kernel, combine.combine_config(8, has_shared))
+            experts = lay(16, 1024, 0, False, experts=model.num_experts)
             for num_tokens in (1, 128, 512, 1024):
                 for gather in (True, False):
-                    config = grouped_linear.grouped_linear_config(num_tokens, model.num_experts, gather, itemsize)
-                    yield launch(grouped_linear._grouped_linear_kernel, config)
+                    kernel, config, types = product_launch(experts, num_tokens, itemsize, gather=gather)
+                    yield launch(kernel, config, **types)
     if dtype == torch.bfloat16 and arch != 89:  # as on sm_80
         for group, head_dim, cache, variant in VARIANTS:
             yield from launch_attention(group, head_dim, block_sizes[0], cache, variant, ahead=True)
-    if arch >= CODES["*fp8e4nv"]:
-        for kernel, config, types in fp8_launches():
-            yield launch(kernel, config, **types)
-    for kernel, config, types in quantized_launches(FORMATS[:3] if len(block_sizes) == 1 else FORMATS, itemsize):
+    for kernel, config, types in quantized_launches(FORMATS[:2] if len(block_sizes) == 1 else FORMATS, itemsize):
         yield launch(kernel, config, **types)
     if itemsize == 2:
         for config in few_rows_configs():
             yield launch(few_rows._few_rows_kernel, config)
-    for rounding, types in roundings:
-        yield launch(gate_and_mul._gate_and_mul_kernel, gate_and_mul.gate_and_mul_config(True, 3072, rounding), **types)
-    for size in (3072, gate_and_mul.LARGEST_BLOCK):
-        config = gate_and_mul.gate_and_mul_config(True, size, rounded_linear.TOKEN_ROUNDING)
-        yield launch(gate_and_mul._gate_and_mul_kernel, config, codes_ptr="*i8")
+    for (rounds, types), size in itertools.product(roundings, (3072, gate_and_mul.LARGEST_BLOCK)):
+        yield launch(gate_and_mul._gate_and_mul_kernel, gate_and_mul.gate_and_mul_config(True, size, rounds), **types)
     num_chunks = -(-VOCAB_SIZE // sample.CHUNK)
     # Edited logits are float32.
     for kind, pointer in {dtype: own, torch.float32: "*fp32"}.items():
@@ -287,69 +266,59 @@ def few_rows_configs() -> Iterator[dict[str, int]]:
         yield few_rows.few_rows_config(few_rows.cut_matrix(2 * intermediate, hidden), False, False, True)
 
 
-def quantized_launches(
-    formats: Iterable[tuple[int | str, int, bool]], itemsize: int
-) -> Iterator[tuple[Any, dict[str, int], dict[str, str]]]:
-    """Yield the kernels of quantised matrices and experts with their constexprs and pointer types."""
-    for form, group_size, has_zeros in formats:
-        bits = 4 if form == 4 else 8
-        config = quantized_linear.format_config(bits, 1024, group_size, has_zeros)
-        types = {"codes_ptr": "*i8" if form == 8 else "*u8"}
-        for num_rows in (1, 64, 65):
-            tile = quantized_linear.tile_config(num_rows, quantized_linear.TILES, itemsize)
-            yield quantized_linear._quantized_linear_kernel, config | {"HAS_BIAS": num_rows == 64} | tile, types
-        yield quantized_linear._dequantize_kernel, config | {"BLOCK_N": 32, "num_warps": 4}, types
-        for num_tokens in (1, 512, 1024) if formats is FORMATS else (1,):
-            tile = quantized_linear.tile_config(num_tokens, quantized_linear.GROUPED_TILES, itemsize)
-            experts = {"GATHER": num_tokens != 512, "EXPERTS": 128}
-            yield quantized_linear._grouped_quantized_kernel, config | experts | tile, types
-    if itemsize == 2:
-        for config in paired_configs(PAIRED_FORMATS if formats is FORMATS else PAIRED_FORMATS[:2]):
-            is_grouped = "EXPERTS" in config
-            kernel = paired_linear._grouped_paired_kernel if is_grouped else paired_linear._paired_linear_kernel
-            yield kernel, config, {"pairs_ptr": "*i16"}
-    codes = dict.fromkeys(("x_ptr", "codes_ptr"), "*i8") | {"x_scales_ptr": "*fp32"}
-    for rounding in (rounded_linear.ROUNDING, rounded_linear.TOKEN_ROUNDING):
-        # The output of attention of 0.6B; the most numbers that a gate leaves to this kernel in a model of today.
-        for num_groups in (16, 256) if rounding.by_token else (16,):
-            config = rounded_linear.round_config(num_groups, rounding)
-            yield rounded_linear._round_inputs_kernel, config, {"codes_ptr": "*i8"}
-    for i, tile in enumerate(token_linear.TILES):
-        config = token_linear.token_linear_config(tile, has_bias=i == 1)
-        yield token_linear._token_linear_kernel, config, codes | {"partial_ptr": "*i32"}
-    for tile in (rounded_linear.SMALL_TILE, rounded_linear.TILE, rounded_linear.LARGE_TILE):
-        config = {"HAS_BIAS": tile == rounded_linear.TILE, "BAND": rounded_linear.BAND}
-        yield rounded_linear._rounded_linear_kernel, config | rounded_linear.tile_config(tile), codes
-        for size in (128, 32) if formats is FORMATS else (128,):
-            groups = rounded_groups.group_config(size)
-            yield rounded_groups._rounded_groups_kernel, config | groups | rounded_linear.tile_config(tile), codes
-    for num_tokens in (1, 512, 1024) if formats is FORMATS else (1, 1024):
-        config = rounded_linear.grouped_config(num_tokens, 128, gather=num_tokens == 1)
-        for by_token in (False, True):
-            yield rounded_linear._grouped_rounded_kernel, config | {"BY_TOKEN": by_token}, codes
-        groups = rounded_groups.group_config(128) if num_tokens == 1 else rounded_groups.group_config(32)
-        yield rounded_groups._grouped_rounded_groups_kernel, config | groups, codes
+Named = tuple[Any, dict[str, int], dict[str, str | None]]
+"""A kernel with its constexprs and the types of its pointers, None for one that is absent."""
 
 
-def paired_configs(formats: Iterable[tuple[int, int, bool]]) -> Iterator[dict[str, int]]:
-    """Yield the constexprs of matrices and experts with codes in pairs."""
+def lay(
+    bits: int, in_size: int, group_size: int, has_zeros: bool, experts: int = 0, rounds: bool = False
+) -> product.Laid:
+    """Lay a matrix of 1,024 columns, or those of experts, without memory. A group size of 0 is the whole row."""
+    outer = (experts, 1024) if experts else (1024,)
+    codes = torch.empty(*outer, in_size * bits // 8 if bits < 16 else in_size, dtype=torch.int8, device="meta")
+    group_size = group_size or in_size
+    values = torch.empty(*outer[:-1], in_size // group_size, 1024, device="meta")
+    zeros = values if has_zeros else None
+    return product.Laid(codes, bits, group_size, values if bits < 16 else None, zeros, rounds)
+
+
+def product_launch(
+    laid: product.Laid, num_rows: int, itemsize: int, gather: bool = False, has_bias: bool = False
+) -> Named:
+    """Return the product of so many rows, or tokens."""
+    has_experts = laid.weight.dim() > 2
+    types: dict[str, str | None] = {} if laid.bits == 16 else {"weight_ptr": "*i8" if laid.bits == 8 else "*u8"}
+    types |= {"x_ptr": "*i8", "partial_ptr": "*i32"} if laid.rounds else {"x_scales_ptr": None}
+    exists = {"scales": laid.bits < 16, "zeros": laid.zeros is not None, "bias": has_bias}
+    exists |= {"tokens": gather, "offsets": has_experts}
+    types |= {f"{name}_ptr": None for name, is_there in exists.items() if not is_there}
+    config = product.product_config(laid, product.choose_tile(laid, num_rows, itemsize))
+    return product._product_kernel, config, types
+
+
+def quantized_launches(formats: Iterable[tuple[int, int, bool]], itemsize: int) -> Iterator[Named]:
+    """Yield the kernels of quantised matrices and experts."""
+    is_whole = formats is FORMATS
     for bits, group_size, has_zeros in formats:
-        form = {"BITS": bits, "GROUP": group_size, "HAS_ZEROS": has_zeros}
-        for num_rows, *_ in paired_linear.TILES:
-            config = form | paired_linear.tile_config(num_rows, paired_linear.TILES)
-            yield config | {"HAS_BIAS": num_rows > 16, "HAS_TAIL": num_rows == 64, "BAND": paired_linear.BAND}
-        for num_tokens, *_ in paired_linear.GROUPED_TILES:
-            config = form | paired_linear.tile_config(num_tokens, paired_linear.GROUPED_TILES)
-            yield config | {"HAS_TAIL": num_tokens == 512, "GATHER": num_tokens != 512, "EXPERTS": 128}
-
-
-def fp8_launches() -> Iterator[tuple[Any, dict[str, int], dict[str, str]]]:
-    """Yield the kernels of fp8 by fp8."""
-    yield round_to_fp8._round_to_fp8_kernel, round_to_fp8.round_to_fp8_config(), {"codes_ptr": "*fp8e4nv"}
-    codes = dict.fromkeys(("x_ptr", "codes_ptr"), "*fp8e4nv") | {"x_scales_ptr": "*fp32"}
-    for tile in (rounded_linear.SMALL_TILE, rounded_linear.TILE, rounded_linear.LARGE_TILE):
-        config = {"HAS_BIAS": False, "BAND": rounded_linear.BAND} | rounded_groups.group_config(128)
-        yield rounded_groups._rounded_groups_kernel, config | rounded_linear.tile_config(tile), codes
+        matrix = lay(bits, 1024, group_size, has_zeros)
+        for num_rows in (1, 64, 65):
+            yield product_launch(matrix, num_rows, itemsize, has_bias=num_rows == 64)
+        types: dict[str, str | None] = {"weight_ptr": "*i8" if bits == 8 else "*u8"}
+        types |= {} if has_zeros else {"zeros_ptr": None}
+        yield dequantize._dequantize_kernel, dequantize.dequantize_config(matrix), types
+        experts = lay(bits, 1024, group_size, has_zeros, experts=128)
+        for num_tokens in (1, 512, 1024) if is_whole else (1,):
+            yield product_launch(experts, num_tokens, itemsize, gather=num_tokens != 512)
+    yield product_launch(lay(8, 1000, 0, False), 64, itemsize)  # rows that end within a step
+    # The output of attention of 0.6B; the most numbers that a gate leaves to this kernel in a model of today.
+    for size in (2048, 32768):
+        yield round_inputs._round_inputs_kernel, round_inputs.round_config(size), {"codes_ptr": "*i8"}
+    matrix = lay(8, 1024, 0, False, rounds=True)
+    for num_rows in (1, 64, 65):
+        yield product_launch(matrix, num_rows, itemsize, has_bias=num_rows == 64)
+    experts = lay(8, 1024, 0, False, experts=128, rounds=True)
+    for num_tokens in (1, 512, 1024) if is_whole else (1, 1024):
+        yield product_launch(experts, num_tokens, itemsize, gather=num_tokens == 1)
 
 
 def keep_largest(launches: Iterable[Launch]) -> list[Launch]:

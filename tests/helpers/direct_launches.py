@@ -23,7 +23,6 @@ import triton
 from benchmarks.own_products import choose_products
 from helpers.pretend_cuda import DEVICE, PretendDriver, noted, pretend_runner, unscored_plan
 from nanovllm.backends.gpu import launch as kernel_launches
-from nanovllm.backends.gpu import quantized
 from nanovllm.backends.gpu.cuda_graphs import CudaGraphs
 from nanovllm.backends.gpu.launch import Launch, compile_launches, launch, redirect_launches
 from nanovllm.backends.gpu.paged_prefill import paged_prefill
@@ -36,8 +35,7 @@ from nanovllm.features.distributed.collectives import GroupParallel
 from nanovllm.features.distributed.pipeline import FirstStage, PipelineHandle, StageInputs, StageParallel, StageRunner
 from nanovllm.features.edits.logit_edits import LogitEdits, PenaltyCounts
 from nanovllm.features.families.qwen3_moe.decoder import Experts
-from nanovllm.features.quantized.codes import Codes
-from nanovllm.features.quantized.formats import InputScales
+from nanovllm.features.quantized.codes import Codes, InputScales
 from nanovllm.models.layers.linear import MatrixModule
 from nanovllm.ops.attention import AttentionVariant, KVCache
 from nanovllm.runner.model_runner import ModelRunner
@@ -166,7 +164,7 @@ def misaligned() -> Iterator[set[str]]:
 
     def note(one: Launch) -> None:
         _, aligned, _, _ = kernel_launches.get_parameters(one.kernel)
-        for i in aligned:
+        for i in (i for i in aligned if one.args[i] is not None):
             byte = one.args[i].storage_offset() * one.args[i].element_size()
             if byte % 16:
                 found.add(f"{one.kernel.arg_names[i]} of {one.kernel.__name__} at byte {byte}")
@@ -318,31 +316,24 @@ def serve_as_a_stage(runner: ModelRunner) -> None:
             run(unscored_plan([1] * size), edits)
 
 
-def quantize(
-    runner: ModelRunner,
-    bits: int,
-    group_size: int | None,
-    input_scales: InputScales | None = None,
-    is_fp8: bool = False,
-) -> None:
+def quantize(runner: ModelRunner, bits: int, group_size: int | None, input_scales: InputScales | None = None) -> None:
     """Give every matrix but an untied embedding codes without values. Those of 4 bits have zeros."""
     operators = Operators(runner.backend)
-    form = (runner.dtype, input_scales)
 
     def make_codes(*shape: int) -> Codes:
         *outs, size = shape
-        dtype = torch.int8 if bits == 8 and not is_fp8 else torch.uint8
+        dtype = torch.int8 if bits == 8 else torch.uint8
         codes = torch.empty(*outs, size * bits // 8, dtype=dtype, device=DEVICE)
         scales = torch.empty(*outs, ceil_div(size, group_size or size), device=DEVICE)
         zeros = torch.empty(scales.shape, dtype=torch.int16, device=DEVICE) if bits == 4 else None
-        return Codes(bits, codes, scales, zeros, group_size or size)
+        return Codes(bits, codes, scales, zeros, group_size or size, input_scales=input_scales)
 
     for module in runner.model.modules():
         if isinstance(module, Experts):
             stacks = (make_codes(*stack.shape) for stack in module.list_matrices())
-            module.packed = tuple(operators.make_experts(stack, *form) for stack in stacks)
+            module.packed = tuple(operators.lay(stack, runner.dtype) for stack in stacks)
         elif isinstance(module, MatrixModule) and (module is not runner.model.embed_tokens or runner.model.tied):
-            module.packed = operators.make_matrix(make_codes(*module.weight.shape), *form)
+            module.packed = operators.lay(make_codes(*module.weight.shape), runner.dtype)
 
 
 def missing(
@@ -379,12 +370,6 @@ def missing(
     return sorted(needed - ahead | others)
 
 
-def missing_in_pairs(model: str, bits: int, group_size: int | None) -> list[str]:
-    """Name what a model whose codes are in pairs lacks: see `missing`."""
-    with mock.patch.object(quantized, "TAKES_PAIRS", True):
-        return missing(serve_prompts, model, quantized=(bits, group_size))
-
-
 def missing_in_few_rows(**options: Any) -> list[str]:
     """Name what a model with our own products of few rows lacks: see `missing`."""
     with choose_products("own"):
@@ -415,22 +400,12 @@ def missing_kernels() -> dict[str, list[str]]:
         "drafts, keys and values in int8": missing(serve_drafts, "qwen3-8b", draft="qwen3-0.6b", kv_cache_dtype="int8"),
         "states, keys and values in int8": missing(serve_prompts, "qwen3.5-0.8b", kv_cache_dtype="int8"),
         "int8": missing(serve_prompts, "qwen3-0.6b", quantized=(8, None)),
-        "int8 in pairs": missing_in_pairs("qwen3-0.6b", 8, None),
-        "experts, int4 by group, in pairs": missing_in_pairs("qwen3-30b-a3b", 4, 128),
-        "int8-dynamic": missing(serve_logprobs, "qwen3-0.6b", quantized=(8, None, InputScales.GROUP)),
         "w8a8": missing(serve_logprobs, "qwen3-0.6b", quantized=(8, None, InputScales.TOKEN)),
         "experts, w8a8": missing(serve_prompts, "qwen3-30b-a3b", quantized=(8, None, InputScales.TOKEN)),
         "states, w8a8": missing(serve_prompts, "qwen3.5-0.8b", quantized=(8, None, InputScales.TOKEN)),
         "int8, log-probabilities": missing(serve_logprobs, "qwen3-0.6b", quantized=(8, None)),
         "int4 by group, few sequences": missing(serve_prompts, "qwen3-8b", quantized=(4, 128), max_num_seqs=4),
         "experts, int8": missing(serve_prompts, "qwen3-30b-a3b", quantized=(8, None)),
-        "experts, int8-dynamic": missing(serve_prompts, "qwen3-30b-a3b", quantized=(8, None, InputScales.GROUP)),
-        "int4 by group, int8-dynamic": missing(serve_prompts, "qwen3-8b", quantized=(4, 128, InputScales.GROUP)),
-        "experts, int4 by group, int8-dynamic": missing(
-            serve_prompts, "qwen3-30b-a3b", quantized=(4, 128, InputScales.GROUP)
-        ),
-        "fp8 codes": missing(serve_prompts, "qwen3-8b", quantized=(8, 128, None, True)),
-        "experts, fp8 codes": missing(serve_prompts, "qwen3-30b-a3b", quantized=(8, 128, None, True)),
         "experts, int4 by group": missing(serve_prompts, "qwen3-30b-a3b", quantized=(4, 128)),
         "rank 0 of two": missing(serve_as_a_rank, "qwen3-0.6b", parallel=one_rank_of_two(0)),
         "rank 1 of two": missing(serve_as_a_rank, "qwen3-30b-a3b", parallel=one_rank_of_two(1)),

@@ -1,13 +1,15 @@
 """Checks of the C++ kernels that multiply in whole numbers, for any build of them: bit for bit against plain torch."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
-from nanovllm.backends.cpu.dynamic import DynamicCpuExperts, DynamicCpuMatrix
+from nanovllm.backends.cpu.quantized import CpuMatrix
 from nanovllm.backends.cpu.scratch import Scratch
 from nanovllm.features.families.qwen3_moe.ops import Routing
-from nanovllm.features.quantized.codes import quantize_int8
-from nanovllm.features.quantized.torch_matrix import DynamicExperts, DynamicMatrix
+from nanovllm.features.quantized.codes import Codes, InputScales, quantize_int8
+from nanovllm.features.quantized.torch_matrix import TorchMatrix
 
 ROWS = (1, 2, 3, 6, 7, 12, 13, 25, 65)
 """Numbers of rows around the sizes of tiles."""
@@ -22,16 +24,21 @@ def draw_inputs(rows: int, size: int, dtype: torch.dtype, generator: torch.Gener
     return x.to(dtype)
 
 
+def quantize_for_rounded(weight: Tensor) -> Codes:
+    """Quantise weights to the codes by which inputs that are rounded in groups are multiplied."""
+    return replace(quantize_int8(weight), input_scales=InputScales.GROUP)
+
+
 def check_dynamic_products(
     in_features: int, out_features: int, dtype: torch.dtype, rows: tuple[int, ...] = ROWS, seed: int = 0
 ) -> None:
     """Products and rows have the bits of plain torch, whatever the number of rows beside a row."""
     generator = torch.Generator().manual_seed(seed)
-    codes = quantize_int8(torch.randn(out_features, in_features, generator=generator))
+    codes = quantize_for_rounded(torch.randn(out_features, in_features, generator=generator))
     x = draw_inputs(max(rows), in_features, dtype, generator)
     bias = torch.randn(out_features, generator=generator).to(dtype)
-    plain = DynamicMatrix(codes, dtype)
-    packed = DynamicCpuMatrix(codes, dtype, Scratch())
+    plain = TorchMatrix(codes, dtype)
+    packed = CpuMatrix(codes, dtype, Scratch())
     indices = torch.arange(0, out_features, 1 + out_features // 40)
     assert torch.equal(packed.rows(indices), plain.rows(indices))
     assert torch.equal(packed.multiply(x[: rows[0]], None), plain.multiply(x[: rows[0]], None))
@@ -47,10 +54,10 @@ def check_dynamic_experts(
     generator = torch.Generator().manual_seed(seed)
     counts = [0, 3, 1, 0, 17, 300, 0, 40, 2]
     pairs = sum(counts)
-    codes = quantize_int8(torch.randn(len(counts), out_features, in_features, generator=generator))
+    codes = quantize_for_rounded(torch.randn(len(counts), out_features, in_features, generator=generator))
     tokens = torch.randint(0, 9, (pairs,), generator=generator).to(torch.int32)
     offsets = torch.tensor([0, *counts]).cumsum(0).to(torch.int32)
     routing = Routing(torch.ones(pairs, 1), torch.arange(pairs).int().view(pairs, 1), tokens, offsets)
     x = draw_inputs(9 if gather else pairs, in_features, dtype, generator)
-    expected = DynamicExperts(codes, dtype).multiply(x, routing, gather)
-    assert torch.equal(DynamicCpuExperts(codes, dtype, Scratch()).multiply(x, routing, gather), expected)
+    expected = TorchMatrix(codes, dtype).multiply_pairs(x, routing, gather)
+    assert torch.equal(CpuMatrix(codes, dtype, Scratch()).multiply_pairs(x, routing, gather), expected)

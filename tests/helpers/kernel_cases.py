@@ -459,5 +459,19 @@ def check_step_inputs(
             assert ours == theirs, field.name
 
 
+def hostile_rows(count: int, size: int, dtype: torch.dtype) -> Tensor:
+    """Rows of ordinary numbers, with outliers, of zeros, of very large, tiny and broken ones."""
+    x = randn(count, size, seed=1)
+    x[:, 0] *= 50
+    for row, factor in enumerate((1e30, 0.0, 1e-28, 1.0, 1e-33, 1e-42)):
+        x[row::7] *= factor
+    x = x if dtype == torch.float32 else x.clamp(-6e4, 6e4)
+    if count > 9:
+        x[7, -1] = torch.inf
+        x[8, size // 2] = -torch.inf
+        x[9, 0] = torch.nan
+    return x.to(dtype)
+
+
 def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)

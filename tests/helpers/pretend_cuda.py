@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanovllm.backends import Backend
-from nanovllm.backends.gpu import paged_decode, paged_prefill, rounded_linear, token_linear
+from nanovllm.backends.gpu import paged_decode, paged_prefill, product
 from nanovllm.backends.gpu.device import CudaBackend
 from nanovllm.backends.gpu.launch import Launch, redirect_launches
 from nanovllm.backends.staging import Staging
@@ -147,8 +147,7 @@ def pretend_runner(
     config = replace(resolve_options(asked, hf_config), device=DEVICE, attention_backend="triton")
     with (
         mock.patch.object(paged_decode, "num_multiprocessors", lambda device: 132),
-        mock.patch.object(rounded_linear, "num_multiprocessors", lambda device: 132),
-        mock.patch.object(token_linear, "num_multiprocessors", lambda device: 132),
+        mock.patch.object(product, "num_multiprocessors", lambda device: 132),
         mock.patch.object(paged_decode, "shared_memory_kib", lambda device: 227),
         mock.patch.object(paged_prefill, "shared_memory_kib", lambda device: 227),
         no_cuda(),

@@ -24,13 +24,3 @@ def make_codes(
     order = torch.randperm(in_size, generator=generator).to(DEVICE) if is_sorted else None
     zeros = None if zeros is None else zeros.to(DEVICE, torch.int16)
     return Codes(bits, packed.to(DEVICE), scales.to(DEVICE), zeros, group_size or in_size, order)
-
-
-def make_floats(shape: tuple[int, ...], group_size: int, seed: int = 0) -> Codes:
-    """Random codes of fp8, all but NaN, with scales that make weights of about one of them."""
-    *leading, in_size = shape
-    generator = torch.Generator().manual_seed(seed)
-    codes = torch.randint(0, 127, shape, generator=generator) + 128 * torch.randint(0, 2, shape, generator=generator)
-    groups = -(-in_size // (group_size or in_size))
-    scales = (torch.rand(*leading, groups, generator=generator) + 0.5) / 448
-    return Codes(8, codes.to(DEVICE, torch.uint8), scales.to(DEVICE), None, group_size or in_size)

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from helpers.cpu_checks import rounding
-from nanovllm.backends.cpu.dynamic import DynamicCpuMatrix
-from nanovllm.backends.cpu.quantized import CpuExperts, CpuMatrix
+from nanovllm.backends.cpu.quantized import CpuMatrix
 from nanovllm.backends.cpu.scratch import Scratch
 from nanovllm.features.families.qwen3_moe.ops import Routing, grouped_linear_reference
 from nanovllm.features.quantized.codes import Codes, pack_int4, quantize_int8
@@ -58,7 +57,7 @@ def assert_products_alike(found: Tensor, x: Tensor, weights: Tensor, bias: Tenso
     assert ((found.double() - expected).abs() <= tolerance).all()
 
 
-def assert_rows_keep_their_bits(matrix: CpuMatrix | DynamicCpuMatrix, x: Tensor) -> None:
+def assert_rows_keep_their_bits(matrix: CpuMatrix, x: Tensor) -> None:
     """The products of x [520, in] have the same bits with fewer rows and with any number of threads."""
     threads = torch.get_num_threads()
     try:
@@ -103,9 +102,9 @@ def check_quantized_experts(name: str, dtype: torch.dtype, in_features: int, out
     tokens = torch.randint(0, 9, (pairs,), generator=generator).to(torch.int32)
     routing = Routing(torch.ones(pairs, 1), torch.arange(pairs).int().view(pairs, 1), tokens, offsets)
     x = torch.randn(9, in_features, generator=generator).to(dtype)
-    experts = CpuExperts(codes, dtype, Scratch())
-    y = experts.multiply(x, routing, gather=True)
-    assert torch.equal(experts.multiply(x[tokens], routing, gather=False), y)
+    experts = CpuMatrix(codes, dtype, Scratch())
+    y = experts.multiply_pairs(x, routing, gather=True)
+    assert torch.equal(experts.multiply_pairs(x[tokens], routing, gather=False), y)
     expected = grouped_linear_reference(x.double(), codes.dequantize().double(), routing, gather=True)
     torch.testing.assert_close(y.double(), expected, rtol=rounding(dtype), atol=rounding(dtype) * in_features)
     for expert, (begin, end) in enumerate(pairwise(offsets.tolist())):

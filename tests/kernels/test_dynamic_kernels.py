@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.cpu_checks import BF16, FP32
-from helpers.dynamic_checks import check_dynamic_experts, check_dynamic_products, draw_inputs
+from helpers.dynamic_checks import check_dynamic_experts, check_dynamic_products, draw_inputs, quantize_for_rounded
 from helpers.quantized_checks import assert_rows_keep_their_bits
 from helpers.warm import WarmPython
 
-from nanovllm.backends.cpu.dynamic import DynamicCpuMatrix, dynamic_library
+from nanovllm.backends.cpu.dynamic import dynamic_library
+from nanovllm.backends.cpu.quantized import CpuMatrix
 from nanovllm.backends.cpu.scratch import Scratch
-from nanovllm.features.quantized.codes import quantize_int8
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -42,7 +42,7 @@ def test_experts_have_the_bits_of_plain_torch(gather: bool, dtype: torch.dtype) 
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 def test_a_row_has_the_same_bits_whatever_the_threads_and_the_rows_beside_it(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(5)
-    matrix = DynamicCpuMatrix(quantize_int8(torch.randn(2080, 1536, generator=generator)), dtype, Scratch())
+    matrix = CpuMatrix(quantize_for_rounded(torch.randn(2080, 1536, generator=generator)), dtype, Scratch())
     x = draw_inputs(520, 1536, dtype, generator)
     assert_rows_keep_their_bits(matrix, x)
 
@@ -53,7 +53,7 @@ def test_the_largest_sums_are_exact() -> None:
     weight = torch.ones(64, 512)
     x[1] = weight[1] = -1
     x[2, ::2] = weight[2, ::2] = -1
-    y = DynamicCpuMatrix(quantize_int8(weight), FP32, Scratch()).multiply(x, None)
+    y = CpuMatrix(quantize_for_rounded(weight), FP32, Scratch()).multiply(x, None)
     expected = x.double() @ weight.double().T
     assert torch.allclose(y.double(), expected, rtol=1e-5, atol=0)
     assert torch.equal(y.round().double(), expected)
@@ -67,14 +67,14 @@ def test_a_row_of_zeros_gives_zeros_and_a_broken_one_reaches_no_other_row() -> N
     x[2, 290] = torch.inf
     x[9, 3] = torch.nan
     x[20] = 0
-    y = DynamicCpuMatrix(quantize_int8(weight), FP32, Scratch()).multiply(x, None)
+    y = CpuMatrix(quantize_for_rounded(weight), FP32, Scratch()).multiply(x, None)
     assert y[[2, 9]].isnan().all() and y[:, 5].isnan().all()
     rest = y[[row for row in range(30) if row not in (2, 9)]][:, [*range(5), *range(6, 40)]]
     assert rest.isfinite().all() and not rest[:, 3].any() and not rest[18].any()
 
 
 def test_no_rows() -> None:
-    matrix = DynamicCpuMatrix(quantize_int8(torch.randn(100, 64)), FP32, Scratch())
+    matrix = CpuMatrix(quantize_for_rounded(torch.randn(100, 64)), FP32, Scratch())
     assert matrix.multiply(torch.empty(0, 64), None).shape == (0, 100)
     assert matrix.rows(torch.empty(0, dtype=torch.int64)).shape == (0, 64)
 

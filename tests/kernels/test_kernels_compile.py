@@ -74,20 +74,21 @@ def test_every_kernel_is_compared_with_its_reference() -> None:
 def check(compiled: list[dict[str, Any]]) -> None:
     missing = {name for name, _ in find_kernels()} - {result["kernel"] for result in compiled}
     if all(result["own"] == "*fp32" for result in compiled):
-        # float32 is no type for speed: it spills with codes, few rows of it are torch's, and no pairs become float32.
-        missing -= {"split_codes_kernel", "_few_rows_kernel", "_paired_linear_kernel", "_grouped_paired_kernel"}
-    if all(result["arch"] < 89 for result in compiled):
-        missing.discard("_round_to_fp8_kernel")
+        # float32 is no type for speed: it spills with codes, and few rows of it are torch's.
+        missing -= {"split_codes_kernel", "_few_rows_kernel"}
     assert not missing, "launches() in tests/helpers/compile_kernels.py yields every kernel"
     for result in compiled:
         assert result["shared"] <= SHARED_KIB[result["arch"]] * 1024, result
         check_waits_first(result)
-        if "rounded" in result["kernel"] or result["kernel"] == "_token_linear_kernel":
+        if result["types"].get("x_ptr") == "*i8":
             # For sm_100 and sm_120 Triton 3.6 has an assembler that fuses them in pairs, though it is told not to.
             assert result["fused"] == result["stack"] == 0, f"products and sums are rounded once, or spills: {result}"
         if result["arch"] == 90:
-            # Triton 3.6 has two registers too few for the split with groups of 8, whose registers are limited.
-            most = 8 if result["kernel"] == "_split_kernel" else 0
+            # Triton 3.6 has two registers too few for the split with groups of 8, whose registers are limited. Experts
+            # of 4 bits in groups of 32 have two too few for tiles of 32 rows: the compiler takes 64.
+            config = result["config"]
+            is_short = result["kernel"] == "_product_kernel" and config["BLOCK_M"] == config["BLOCK_K"] == 32
+            most = 8 if is_short or result["kernel"] == "_split_kernel" else 0
             if result["own"] == "*fp32" or result["kernel"] == "_prefill_kernel":
                 most = 256
             assert result["stack"] <= most, f"spills: {result}"
@@ -112,7 +113,7 @@ def check(compiled: list[dict[str, Any]]) -> None:
             "_gated_delta_kernel": 2,
             "_prepare_chunks_kernel": 20,
             "split_codes_kernel": 32,
-            "_token_linear_kernel": 1,
+            "_product_kernel": 1,
         }
         most["_combine_experts_kernel"] = result["config"].get("HAS_SHARED", 0)
         most["_choose_experts_kernel"] = 8 if "logits_stride" in result["types"] else 0

@@ -9,7 +9,6 @@ import pytest
 import torch
 from helpers.quantized import (
     CHECKPOINTS,
-    FP8,
     GPTQ,
     GREEDY,
     PROMPTS,
@@ -287,7 +286,6 @@ def test_fp8_says_what_memory_it_takes(tmp_path: Path, caplog: pytest.LogCapture
     with LLM(str(quantised), **OPTIONS):
         pass
     assert "weights of 8 bits (fp8) become float32 while they are read, and take" in caplog.text
-    assert 'and quantization="fp8-codes" keeps them in their byte, 0.00 GiB' in caplog.text
 
 
 def pack_fp8_matrix(weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
@@ -295,47 +293,11 @@ def pack_fp8_matrix(weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], torc
     return tensors | {"weight_scale": tensors["weight_scale"].view(1)}, means
 
 
-FP8_FORMS = {
-    **{name: CHECKPOINTS[name] for name in ("fp8 blocks", "fp8 rows")},
-    "fp8 matrices": ({"quant_method": "modelopt", "quant_algo": "FP8"}, pack_fp8_matrix),
-}
-
-
-@pytest.mark.parametrize("name", FP8_FORMS)
-@pytest.mark.parametrize("family", [None, "experts"])
-def test_fp8_keeps_its_byte_if_asked(name: str, family: str | None, tmp_path: Path) -> None:
-    save_random(tmp_path / "model", **({} if family is None else FAMILIES[family]))
-    quantised, means = save_quantised(tmp_path / "model", tmp_path, *FP8_FORMS[name])
-    assert run(quantised, quantization="fp8-codes") == run(means)
-    with LLM(str(quantised), quantization="fp8-codes", **OPTIONS) as llm:
-        packed = llm.engine.runner.model.layers[0].self_attn.qkv_proj.packed
-        assert packed is not None and packed._codes.has_floats and packed._codes.codes.itemsize == 1
-        with pytest.raises(RuntimeError, match=r"checkpoint is quantised \(fp8-codes\)"):
-            llm.load_weights([])
-
-
-def test_ranks_share_what_stays_in_fp8(local_ranks: None, tmp_path: Path) -> None:
-    save_random(tmp_path / "model", intermediate_size=128)
-    quantised, means = save_quantised(tmp_path / "model", tmp_path, *FP8_FORMS["fp8 blocks"])
-    assert run(quantised, quantization="fp8-codes", tensor_parallel_size=2) == run(means)
-
-
-def test_fp8_that_cannot_stay_is_refused(tmp_path: Path, kernels: str) -> None:
+def test_fp8_with_one_scale_a_matrix_means_what_its_tensors_say(tmp_path: Path) -> None:
     save_random(tmp_path / "model")
-    quantised, _ = save_quantised(tmp_path / "model", tmp_path, *FP8_FORMS["fp8 blocks"])
-    if kernels == "cpu":
-        with pytest.raises(ValueError, match=r"'fp8-codes': the C.. kernels do not multiply fp8: leave quantization"):
-            LLM(str(quantised), **OPTIONS | {"attention_backend": "cpu"}, quantization="fp8-codes")
-        return
-    tensors = load_file(quantised / "model.safetensors")
-    tensors["model.layers.1.mlp.up_proj.weight"].view(torch.uint8)[5, 6] = 255
-    save_file(tensors, quantised / "model.safetensors")
-    with pytest.raises(ValueError, match=r"layers.1.mlp.up_proj: some of its numbers are NaN"):
-        LLM(str(quantised), quantization="fp8-codes", **OPTIONS)
-    for option in (GPTQ, None):
-        edit_json(tmp_path / "model" / "config.json", quantization_config=option)
-        with pytest.raises(ValueError, match="quantization is 'fp8-codes', and the checkpoint"):
-            LLM(str(tmp_path / "model"), quantization="fp8-codes", **OPTIONS)
+    config = {"quant_method": "modelopt", "quant_algo": "FP8"}
+    quantised, means = save_quantised(tmp_path / "model", tmp_path, config, pack_fp8_matrix)
+    assert run(quantised) == run(means)
 
 
 def test_layers_that_are_not_quantised_stay_as_they_are(tmp_path: Path) -> None:
@@ -456,15 +418,14 @@ def test_a_configuration_that_makes_no_sense_is_a_value_error(config: object) ->
         read(config)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("name", ["awq", "packed with zeros", "int8", "fp8-codes", "int8-dynamic"])
+@pytest.mark.parametrize("name", ["awq", "packed with zeros", "int8", "int8 w8a8"])
 def test_the_memory_of_the_weights_is_counted_to_the_byte(name: str, tmp_path: Path) -> None:
     save_random(tmp_path)
-    configs = {"fp8-codes": FP8, "int8-dynamic": CHECKPOINTS["awq"][0]}
     if name != "int8":
-        edit_json(tmp_path / "config.json", quantization_config=configs.get(name) or CHECKPOINTS[name][0])
+        edit_json(tmp_path / "config.json", quantization_config=CHECKPOINTS[name][0])
     else:
         edit_json(tmp_path / "config.json", architectures=["Qwen3MoeForCausalLM"], model_type="qwen3_moe", **MOE)
-    quantization = name if name in ("int8", *configs) else None
+    quantization = "int8" if name == "int8" else None
     with LLM(str(tmp_path), load_format="dummy", quantization=quantization, **OPTIONS) as llm:
         runner = llm.engine.runner
         found = sum(parameter.nbytes for parameter in runner.model.parameters())

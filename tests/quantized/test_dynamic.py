@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.quantized import AWQ, CHECKPOINTS, FP8, GPTQ, GREEDY, PROMPTS, run, save_quantised, save_rounded
+from helpers.quantized import AWQ, CHECKPOINTS, FP8, GPTQ, GREEDY, PROMPTS, pack_gptq, run, save_quantised, save_rounded
 from helpers.tiny import SMALL, edit_json, greedy, save_random
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -25,9 +25,8 @@ from transformers import LlamaForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM
 from nanovllm import LLM
 from nanovllm.backends.cpu.backend import CpuBackend
 from nanovllm.features.quantized.checkpoints import find_format
-from nanovllm.features.quantized.codes import quantize_int8
+from nanovllm.features.quantized.codes import InputScales, quantize_int8
 from nanovllm.features.quantized.dynamic import GROUP, multiply_rounded, multiply_rounded_tokens, round_inputs
-from nanovllm.features.quantized.formats import InputScales
 
 DYNAMIC = {"quantization": "int8-dynamic"}
 W8A8 = {"quantization": "w8a8"}
@@ -180,14 +179,6 @@ def test_w8a8_has_one_scale_for_each_token(wide: Path, mixture: Path, kind: str,
     assert run(folder, attention_backend="torch", **W8A8) == expected
 
 
-def test_a_w8a8_checkpoint_is_computed_as_it_was_made_for(wide: Path, tmp_path: Path) -> None:
-    """Its codes stay, its head stays in float32, and inputs have one scale a token."""
-    quantised, means = save_quantised(wide, tmp_path, *CHECKPOINTS["int8 w8a8"])
-    found = [tokens[:4] for tokens in run(quantised, attention_backend="torch", **W8A8)]
-    by_hand = generate_by_hand(means, Qwen3ForCausalLM, plain=("lm_head",), share=None)
-    assert found == [tokens[:4] for tokens in by_hand]
-
-
 @pytest.mark.parametrize("backend", ["torch", "cpu"])
 def test_experts_round_their_inputs_too(mixture: Path, tmp_path: Path, backend: str) -> None:
     if backend == "cpu" and (reason := CpuBackend.why_cannot(torch.device("cpu"))):
@@ -246,19 +237,16 @@ def test_a_gpu_is_estimated_without_its_kernels(monkeypatch: pytest.MonkeyPatch,
     from nanovllm.apps.cli import main
 
     monkeypatch.setitem(sys.modules, "nanovllm.backends.gpu.triton_backend", None)
-    assert main(["estimate", "qwen3-8b", "--gpu-memory", "24GB", "--quantization", "int8-dynamic"]) == 0
-    assert "int8-dynamic" in capsys.readouterr().out
+    assert main(["estimate", "qwen3-8b", "--gpu-memory", "24GB", "--quantization", "w8a8"]) == 0
+    assert "w8a8" in capsys.readouterr().out
 
 
-def test_checkpoints_of_floats_are_rounded_and_those_of_codes_keep_them() -> None:
-    for config, is_rounded in ((FP8, True), (AWQ, False), (GPTQ | {"bits": 8}, False)):
-        found = find_format("int8-dynamic", SimpleNamespace(quantization_config=config))
-        assert found.name == "int8-dynamic" and found.input_scales is InputScales.GROUP and found.kept_bits == 8
-        assert found.quantizes_head == is_rounded
-    with pytest.raises(ValueError, match=r"\(gptq\) has codes of 8 bits with zeros, which fit no byte less their zero"):
-        find_format("int8-dynamic", SimpleNamespace(quantization_config=GPTQ | {"bits": 8, "sym": False}))
-    with pytest.raises(ValueError, match="'int8', and the checkpoint is quantised already"):
-        find_format("int8", SimpleNamespace(quantization_config=AWQ))
+@pytest.mark.parametrize("option", ["int8-dynamic", "w8a8"])
+def test_checkpoints_of_floats_are_rounded(option: str) -> None:
+    for config in (None, FP8):
+        found = find_format(option, SimpleNamespace(quantization_config=config))
+        assert found is not None and found.name == option and found.bits == 8 and found.quantizes_head
+        assert (found.input_scales is InputScales.TOKEN) == (option == "w8a8")
 
 
 @pytest.mark.parametrize(("dynamic", "count"), [(True, 0), (False, 1)])
@@ -276,24 +264,38 @@ def test_scales_of_activations_that_are_not_used_are_told_of(
 
 
 def test_w8a8_takes_codes_of_a_byte_with_one_scale_a_row_alone() -> None:
+    """int8-dynamic takes no codes: whoever has such codes is told of w8a8, others of products that are exact."""
     rows = GPTQ | {"bits": 8, "group_size": -1}
-    for config, is_rounded in ((None, True), (FP8, True), (CHECKPOINTS["int8 w8a8"][0], False), (rows, False)):
+    for config in (CHECKPOINTS["int8 w8a8"][0], rows):
         found = find_format("w8a8", SimpleNamespace(quantization_config=config))
         assert found is not None and found.name == "w8a8" and found.input_scales is InputScales.TOKEN
-        assert found.kept_bits == 8 and found.quantizes_head == is_rounded
-    refused = {
-        "codes of 4 bits, in groups of 32, with zeros": (AWQ, True),
-        "codes of 8 bits, in groups of 128": (rows | {"group_size": 128}, True),
-        "codes of 8 bits, one scale a row, with zeros": (rows | {"sym": False}, False),
-        "codes of 4 bits, one scale a row": (rows | {"bits": 4}, True),
-    }
-    for what, (config, takes_groups) in refused.items():
-        expected = rf"'w8a8', and the checkpoint \(\w+\) has {what}; it must have codes of 8 bits without zeros"
-        with pytest.raises(ValueError, match=expected) as raised:
-            find_format("w8a8", SimpleNamespace(quantization_config=config))
-        assert ('use "int8-dynamic" on a GPU' in str(raised.value)) == takes_groups
-        if takes_groups:  # then that option takes the checkpoint
+        assert found.bits == 8 and not found.quantizes_head
+        with pytest.raises(ValueError, match=r"'int8-dynamic'.* leave the option out, or use \"w8a8\" on a GPU"):
             find_format("int8-dynamic", SimpleNamespace(quantization_config=config))
+    refused = {
+        "codes of 4 bits, in groups of 32, with zeros": AWQ,
+        "codes of 8 bits, in groups of 128": rows | {"group_size": 128},
+        "codes of 8 bits, one scale a row, with zeros": rows | {"sym": False},
+        "codes of 4 bits, one scale a row": rows | {"bits": 4},
+    }
+    for what, config in refused.items():
+        for option, need in {
+            "w8a8": "it must have codes of 8 bits without zeros",
+            "int8-dynamic": "rounds weights",
+        }.items():
+            expected = rf"'{option}', and the checkpoint \(\w+\) has {what}; .*{need}.*: then products are exact"
+            with pytest.raises(ValueError, match=expected):
+                find_format(option, SimpleNamespace(quantization_config=config))
+    with pytest.raises(ValueError, match="'int8', and the checkpoint is quantised already"):
+        find_format("int8", SimpleNamespace(quantization_config=AWQ))
+
+
+def test_zeros_that_no_configuration_tells_of_are_refused(wide: Path, tmp_path: Path) -> None:
+    """The configuration says sym, and the words of zeros say something else."""
+    config = GPTQ | {"bits": 8, "group_size": -1}
+    quantised, _ = save_quantised(wide, tmp_path, config, lambda one: pack_gptq(one, one.shape[1], 8, symmetric=False))
+    with pytest.raises(ValueError, match=r"layers.0.*_proj: its codes have zeros, which w8a8 does not take"):
+        run(quantised, attention_backend="torch", **W8A8)
 
 
 def test_the_c_kernels_refuse_w8a8(wide: Path) -> None:
@@ -303,32 +305,22 @@ def test_the_c_kernels_refuse_w8a8(wide: Path) -> None:
         LLM(str(wide), **SMALL, attention_backend="cpu", **W8A8)
 
 
-@pytest.mark.parametrize("name", ["awq", "gptq whole rows", "packed", "int8 w8a8"])
 @pytest.mark.parametrize("model_class", [Qwen3ForCausalLM, Qwen3MoeForCausalLM])
 def test_a_quantised_checkpoint_says_what_its_weights_say_with_inputs_rounded_by_hand(
-    name: str, model_class: type, tmp_path: Path
+    model_class: type, tmp_path: Path
 ) -> None:
     sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
     sizes = sizes if model_class is Qwen3MoeForCausalLM else {}
     save_random(tmp_path / "model", model_class=model_class, **WIDE, **sizes)
-    quantised, means = save_quantised(tmp_path / "model", tmp_path, *CHECKPOINTS[name])
+    quantised, means = save_quantised(tmp_path / "model", tmp_path, *CHECKPOINTS["int8 w8a8"])
     # An input between two codes may be rounded to the other one, where sums differ by their order. Few tokens have few.
-    found = [tokens[:4] for tokens in run(quantised, **DYNAMIC)]
-    assert found == [tokens[:4] for tokens in generate_by_hand(means, model_class, plain=(".gate", "lm_head"))]
-    with LLM(str(quantised), **SMALL, device="cpu", attention_backend="torch", **DYNAMIC) as llm:
-        packed = llm.engine.runner.model.layers[0].self_attn.qkv_proj.packed
-        assert packed._codes.codes.dtype == torch.int8 and packed._codes.zeros is None
-        with pytest.raises(RuntimeError, match=r"checkpoint is quantised \(int8-dynamic\); new weights are for"):
-            llm.load_weights([])
-
-
-def test_the_c_kernels_refuse_a_quantised_checkpoint(tmp_path: Path) -> None:
-    if reason := CpuBackend.why_cannot(torch.device("cpu")):
-        pytest.skip(reason)
-    save_random(tmp_path / "model")
-    edit_json(tmp_path / "model" / "config.json", quantization_config=AWQ)
-    with pytest.raises(ValueError, match=r"'int8-dynamic': .* rounded at load alone: leave quantization out"):
-        LLM(str(tmp_path / "model"), load_format="dummy", **SMALL, attention_backend="cpu", **DYNAMIC)
+    found = [tokens[:4] for tokens in run(quantised, **W8A8)]
+    by_hand = generate_by_hand(means, model_class, plain=(".gate", "lm_head"), share=None)
+    assert found == [tokens[:4] for tokens in by_hand]
+    options = SMALL | W8A8 | {"device": "cpu", "attention_backend": "torch"}
+    message = r"checkpoint is quantised \(w8a8\); new weights are for"
+    with LLM(str(quantised), **options) as llm, pytest.raises(RuntimeError, match=message):
+        llm.load_weights([])
 
 
 @pytest.mark.parametrize(("has_instruction", "count"), [(True, 0), (False, 1)])

@@ -25,18 +25,17 @@ from helpers.direct_launches import quantize
 from helpers.pretend_cuda import DEVICE, Operators, noted, pretend_runner, unscored_plan
 
 from benchmarks.own_products import choose_products
-from nanovllm.backends.gpu import gate_and_mul, gated_rms_norm, paged_decode, paged_prefill, rms_norm
+from nanovllm.backends.gpu import experts, gate_and_mul, paged_decode, paged_prefill, rms_norm
 from nanovllm.backends.gpu.combine import combine
 from nanovllm.backends.gpu.cuda_graphs import CudaGraphs
 from nanovllm.backends.gpu.few_rows import MAX_ROWS
 from nanovllm.backends.gpu.few_rows_layer import FewRowsLayer, use_few_rows
-from nanovllm.backends.gpu.grouped_linear import grouped_linear
-from nanovllm.backends.gpu.round_groups import give_rounded
+from nanovllm.backends.gpu.round_inputs import give_rounded
 from nanovllm.backends.gpu.startup import keep_one_layer_of_each_kind
 from nanovllm.backends.steps import EAGER
 from nanovllm.config import MAX_NUM_SEQS
 from nanovllm.features.families.qwen3_moe.ops import Routing
-from nanovllm.features.quantized.formats import InputScales
+from nanovllm.features.quantized.codes import InputScales
 from nanovllm.models.decoder import Layer
 from nanovllm.models.layers.parallel import Parallel
 from nanovllm.ops.attention import AttentionVariant, KVCache
@@ -113,33 +112,30 @@ def test_the_start_runs_layers_in_their_order() -> None:
             CudaGraphs(runner).run_once(1)
 
 
-@pytest.mark.parametrize(
-    ("size", "input_scales"), [(16, InputScales.GROUP), (256, InputScales.GROUP), (256, InputScales.TOKEN)]
-)
-def test_norms_and_silu_round_the_inputs_of_the_products_that_follow(size: int, input_scales: InputScales) -> None:
+@pytest.mark.parametrize("size", [16, 256])
+def test_norms_and_silu_round_the_inputs_of_the_products_that_follow(size: int) -> None:
     """The output of attention alone is rounded by a kernel of its own."""
     with pretend_runner() as runner:
-        quantize(runner, 8, None, input_scales)
+        quantize(runner, 8, None, InputScales.TOKEN)
         graphs = CudaGraphs(runner)
         with noted() as launches, Operators() as operators:
             graphs.run_once(size)
     counts = Counter(launch.kernel.__name__ for launch in launches)
-    product = "_token_linear_kernel" if input_scales is InputScales.TOKEN else "_rounded_linear_kernel"
-    products = {product: 4 * LAYERS + 1, "_round_inputs_kernel": LAYERS}
+    products = {"_product_kernel": 4 * LAYERS + 1, "_round_inputs_kernel": LAYERS}
     assert counts == ONCE | dict.fromkeys(A_LAYER, LAYERS) | {"_rms_norm_kernel": 2 * LAYERS + 1} | products
     assert "linear" not in operators.counts
 
 
-def test_a_hybrid_launches_no_rounding() -> None:
-    """Norms and gates write all that its products read: those of attention and of the states, too."""
+def test_a_hybrid_rounds_the_outputs_of_its_states_alone() -> None:
+    """Norms and gates write all that its other products read. A program of the states' norm has some heads of a row."""
     with pretend_runner("qwen3.5-0.8b", max_num_seqs=64) as runner:
-        quantize(runner, 8, None, input_scales=InputScales.GROUP)
+        quantize(runner, 8, None, InputScales.TOKEN)
         graphs = CudaGraphs(runner)
         with noted() as launches:
             graphs.run_once(64)
     counts = Counter(launch.kernel.__name__ for launch in launches)
-    assert counts["_rounded_linear_kernel"] == 18 * 4 + 6 * 5 + 1
-    assert counts["_round_inputs_kernel"] == 0
+    assert counts["_product_kernel"] == 18 * 4 + 6 * 5 + 1
+    assert counts["_round_inputs_kernel"] == 18
 
 
 def test_experts_need_no_value_on_the_host_either() -> None:
@@ -151,7 +147,7 @@ def test_experts_need_no_value_on_the_host_either() -> None:
             graphs.run_once(64)
     counts = Counter(launch.kernel.__name__ for launch in launches)
     once_a_layer = (*A_LAYER, "_choose_experts_kernel", "_sort_pairs_kernel", "_combine_experts_kernel")
-    in_layers = dict.fromkeys(once_a_layer, layers) | {"_grouped_linear_kernel": 2 * layers}
+    in_layers = dict.fromkeys(once_a_layer, layers) | {"_product_kernel": 2 * layers}
     assert counts == ONCE | in_layers | {"_rms_norm_kernel": 2 * layers + 1}
     assert operators.counts == {"linear": 3 * layers + 1, "embedding": 1, "index_put_": 1}
 
@@ -184,7 +180,7 @@ def test_a_shared_expert_takes_two_products_and_an_activation_more() -> None:
     in_attention = dict.fromkeys(("_norm_rope_store_kernel", "_split_kernel"), 10)
     of_experts = ("_choose_experts_kernel", "_sort_pairs_kernel", "_combine_experts_kernel")
     # Gates of the experts, of the shared one, and of attention.
-    in_all = dict.fromkeys(of_experts, layers) | {"_grouped_linear_kernel": 2 * layers, "_gate_and_mul_kernel": 90}
+    in_all = dict.fromkeys(of_experts, layers) | {"_product_kernel": 2 * layers, "_gate_and_mul_kernel": 90}
     assert counts == ONCE | in_states | in_attention | in_all | {"_rms_norm_kernel": 2 * layers + 1}
     # In a layer, the router and two products of the shared expert, and two with a state or three with attention.
     assert operators.counts == {"linear": 30 * 5 + 10 * 6 + 1, "embedding": 1, "index_put_": 1}
@@ -222,7 +218,8 @@ def test_the_largest_options_give_grids_that_cuda_takes() -> None:
         pairs = torch.empty(num_tokens, 8, dtype=torch.int32)
         routing = Routing(pairs.float(), pairs, pairs.flatten(), torch.empty(129, dtype=torch.int32))
         x = torch.empty(num_tokens, 1024, dtype=torch.bfloat16)
-        y = grouped_linear(x, torch.empty(128, 768, 1024, dtype=torch.bfloat16), routing, gather=True)
+        weight = torch.empty(128, 768, 1024, dtype=torch.bfloat16)
+        y = experts.Operators(None).grouped_linear(x, weight, routing, gather=True)
         combine(y, routing)
     assert len(launches) == 5
 
@@ -296,27 +293,19 @@ class WriteGuard(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize(
-    ("model", "input_scales"),
-    [
-        ("qwen3-0.6b", InputScales.TOKEN),
-        ("qwen3-30b-a3b", InputScales.GROUP),
-        ("qwen3-30b-a3b", InputScales.TOKEN),
-        ("qwen3.5-35b-a3b", InputScales.GROUP),
-    ],
-)
-def test_nobody_writes_to_activations_that_carry_their_rounded_form(model: str, input_scales: InputScales) -> None:
+@pytest.mark.parametrize("model", ["qwen3-0.6b", "qwen3-30b-a3b", "qwen3.5-35b-a3b"])
+def test_nobody_writes_to_activations_that_carry_their_rounded_form(model: str) -> None:
     """Tensors of inference mode count no versions, so nothing could find such a write in a step."""
     made: dict[int, Tensor] = {}
 
-    def note(x: Tensor, rounding: Any) -> Any:
-        if rounding is not None:
+    def note(x: Tensor, rounds: bool) -> Any:
+        if rounds:
             made[x.untyped_storage()._cdata] = x  # kept, so that no other tensor gets its storage
-        return give_rounded(x, rounding)
+        return give_rounded(x, rounds)
 
     with pretend_runner(model, num_layers=4) as runner, ExitStack() as patches:
-        quantize(runner, 8, None, input_scales)
-        for module in (rms_norm, gate_and_mul, gated_rms_norm):
+        quantize(runner, 8, None, InputScales.TOKEN)
+        for module in (rms_norm, gate_and_mul):
             patches.enter_context(mock.patch.object(module, "give_rounded", note))
         with noted() as launches, WriteGuard(made):
             runner.run_head(runner.run_layers(unscored_plan([1, 1, 100]), EAGER))

@@ -1,7 +1,7 @@
 // The kernels for quantised matrices: a library of its own, compiled when the first model asks for it.
 //
-// quantized.h describes how the matrices are stored, and linear.h and team.h do the rest. The references are
-// `TorchMatrix` and `TorchExperts` in features/quantized/torch_matrix.py.
+// quantized.h describes how the matrices are stored, and linear.h and team.h do the rest. The reference is
+// `TorchMatrix` in features/quantized/torch_matrix.py.
 
 #include "exported.h"
 #include "quantized.h"

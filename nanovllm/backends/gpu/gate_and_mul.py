@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.backends.gpu.launch import launch, wait_for_predecessor
-from nanovllm.backends.gpu.round_groups import Rounding, give_rounded, rounding_config, store_rounded
+from nanovllm.backends.gpu.round_inputs import give_rounded, store_rounded
 from nanovllm.backends.gpu.triton_shim import next_power_of_2, tl, triton
 from nanovllm.utils.integers import ceil_div
 
@@ -19,29 +19,24 @@ LARGEST_BLOCK = 16384
 """The most columns of a program that rounds a whole row."""
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_groups"])
+@triton.jit
 def _gate_and_mul_kernel(
     x_ptr,
     gate_ptr,
     out_ptr,
     codes_ptr,
     scales_ptr,
-    num_rows,
-    num_groups,
     x_stride,
     x_start,
     gate_stride,
     size,
     SILU: tl.constexpr,
     BLOCK: tl.constexpr,
-    GROUP: tl.constexpr,
-    LEAST: tl.constexpr,
-    BY_TOKEN: tl.constexpr,
     PDL: tl.constexpr,
 ):
     # Grid (num_tokens, size / BLOCK).
     # A program owns BLOCK columns of one row. It computes in float32 and rounds the activated gate, as the references.
-    # With a GROUP it rounds the products to int8, too. BY_TOKEN, the row is one block.
+    # If there is a place for codes, the row is one block, and it rounds the products to int8, too.
     # Rows of padding are like any other; their values stay in them.
     wait_for_predecessor(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -53,46 +48,42 @@ def _gate_and_mul_kernel(
     activated = (gate if SILU else 1.0) / (1.0 + tl.exp(-gate))
     out = (activated.to(dtype).to(tl.float32) * x).to(dtype)
     tl.store(out_ptr + row * size + column, out, mask=inside)
-    if GROUP:
-        first = tl.program_id(1) * (BLOCK // GROUP)
-        places = (codes_ptr, scales_ptr, num_rows, num_groups)
-        store_rounded(out.to(tl.float32), places, row, first, GROUP, LEAST, BY_TOKEN)
+    if codes_ptr is not None:
+        store_rounded(out.to(tl.float32), codes_ptr, scales_ptr, row, size)
 
 
-def gate_and_mul_config(silu: bool, size: int, rounding: Rounding | None) -> dict[str, float]:
+def gate_and_mul_config(silu: bool, size: int, rounds: bool) -> dict[str, int]:
     """Return the constants to compile with, for rows of `size` products."""
-    block = BLOCK
-    if rounding is not None and rounding.by_token:
-        block = max(BLOCK, next_power_of_2(size))
-    return {"SILU": silu, "BLOCK": block, "num_warps": min(16, 4 * block // BLOCK)} | rounding_config(rounding)
+    block = max(BLOCK, next_power_of_2(size)) if rounds else BLOCK
+    config = {"SILU": silu, "BLOCK": block, "num_warps": min(16, 4 * block // BLOCK)}
+    return config | {"enable_fp_fusion": False} if rounds else config
 
 
-def _gate_and_mul(x: Tensor, x_start: int, gate: Tensor, size: int, silu: bool, rounding: Rounding | None) -> Tensor:
+def _gate_and_mul(x: Tensor, x_start: int, gate: Tensor, size: int, silu: bool, rounds: bool) -> Tensor:
     """Multiply x[:, x_start : x_start + size] by the activated gate[:, :size]."""
     num_tokens = len(x)
     out = torch.empty(num_tokens, size, dtype=x.dtype, device=x.device)
-    if rounding is not None and rounding.by_token and size > LARGEST_BLOCK:
-        rounding = None
-    config = gate_and_mul_config(silu, size, rounding)
-    args = (x, gate, out, *give_rounded(out, rounding), x.stride(0), x_start, gate.stride(0), size)
-    launch(_gate_and_mul_kernel, (num_tokens, ceil_div(size, int(config["BLOCK"]))), args, config)
+    rounds = rounds and size <= LARGEST_BLOCK
+    config = gate_and_mul_config(silu, size, rounds)
+    args = (x, gate, out, *give_rounded(out, rounds), x.stride(0), x_start, gate.stride(0), size)
+    launch(_gate_and_mul_kernel, (num_tokens, ceil_div(size, config["BLOCK"])), args, config)
     return out
 
 
-def silu_and_mul(gate_up: Tensor, rounding: Rounding | None = None) -> Tensor:
+def silu_and_mul(gate_up: Tensor, rounds: bool = False) -> Tensor:
     """silu_and_mul_reference in one kernel.
 
     Args:
-        rounding: how the result is rounded to int8; it carries that form, too, if the kernel can. None: not at all.
+        rounds: whether the result is rounded to int8. Then it carries that form, too, if its rows are short enough.
     """
     size = gate_up.shape[1] // 2
-    return _gate_and_mul(gate_up, size, gate_up, size, True, rounding)
+    return _gate_and_mul(gate_up, size, gate_up, size, True, rounds)
 
 
-def sigmoid_and_mul(x: Tensor, gate: Tensor, rounding: Rounding | None = None) -> Tensor:
+def sigmoid_and_mul(x: Tensor, gate: Tensor, rounds: bool = False) -> Tensor:
     """sigmoid_and_mul_reference in one kernel.
 
     Args:
-        rounding: as in `silu_and_mul`.
+        rounds: as in `silu_and_mul`.
     """
-    return _gate_and_mul(x, 0, gate, x.shape[1], False, rounding)
+    return _gate_and_mul(x, 0, gate, x.shape[1], False, rounds)

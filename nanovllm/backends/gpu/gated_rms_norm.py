@@ -7,34 +7,26 @@ import torch
 from torch import Tensor
 
 from nanovllm.backends.gpu.launch import launch, wait_for_predecessor
-from nanovllm.backends.gpu.round_groups import Rounding, give_rounded, rounding_config, store_rounded
 from nanovllm.backends.gpu.triton_shim import next_power_of_2, tl, triton
 from nanovllm.utils.integers import ceil_div
 
 
-@triton.jit(do_not_specialize=["num_heads", "num_rows", "num_groups"])
+@triton.jit(do_not_specialize=["num_heads"])
 def _gated_rms_norm_kernel(
     x_ptr,
     gate_ptr,
     weight_ptr,
     out_ptr,
-    codes_ptr,
-    scales_ptr,
-    num_rows,
-    num_groups,
     eps,
     num_heads,
     gate_stride,
     size,
     HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
-    GROUP: tl.constexpr,
-    LEAST: tl.constexpr,
-    BY_TOKEN: tl.constexpr,
     PDL: tl.constexpr,
 ):
     # Grid (num_tokens, num_heads / HEADS).
-    # A program owns HEADS heads of one token. With a GROUP, of which a head has whole ones, it rounds to int8, too.
+    # A program owns HEADS heads of one token.
     # Rows of padding are like any other; their values stay in them.
     wait_for_predecessor(PDL)
     token = tl.program_id(0).to(tl.int64)
@@ -53,31 +45,18 @@ def _gated_rms_norm_kernel(
     normed = (normed * weight).to(dtype).to(tl.float32)
     out = (normed * (gate / (1.0 + tl.exp(-gate)))).to(dtype)
     tl.store(out_ptr + row + at, out, mask=inside)
-    if GROUP:
-        first = tl.program_id(1) * (HEADS * BLOCK // GROUP)
-        values = tl.reshape(out.to(tl.float32), [HEADS * BLOCK])
-        store_rounded(values, (codes_ptr, scales_ptr, num_rows, num_groups), token, first, GROUP, LEAST, False)
 
 
-def gated_rms_norm_config(heads: int, dim: int, rounding: Rounding | None) -> dict[str, float]:
+def gated_rms_norm_config(heads: int, dim: int) -> dict[str, int]:
     """Up to 4 heads and one warp: at 128 elements a head, a thread has 16 of them, and reads 4 of the weight."""
-    shape = {"HEADS": min(4, next_power_of_2(heads)), "BLOCK": next_power_of_2(dim)}
-    return shape | {"num_warps": 1} | rounding_config(rounding)
+    return {"HEADS": min(4, next_power_of_2(heads)), "BLOCK": next_power_of_2(dim), "num_warps": 1}
 
 
-def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, rounding: Rounding | None = None) -> Tensor:
-    """gated_rms_norm_reference in one kernel. x is contiguous.
-
-    Args:
-        rounding: how the result is rounded to int8; it carries that form, too, if a head has whole groups, each with
-            its scale. None: not at all.
-    """
+def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """gated_rms_norm_reference in one kernel. x is contiguous."""
     num_tokens, heads, dim = x.shape
     out = torch.empty(num_tokens, heads * dim, dtype=x.dtype, device=x.device)
-    if rounding is not None and (rounding.by_token or dim % rounding.group or dim != next_power_of_2(dim)):
-        rounding = None
-    config = gated_rms_norm_config(heads, dim, rounding)
-    grid = (num_tokens, ceil_div(heads, int(config["HEADS"])))
-    args = (x, gate, weight, out, *give_rounded(out, rounding), eps, heads, gate.stride(0), dim)
-    launch(_gated_rms_norm_kernel, grid, args, config)
+    config = gated_rms_norm_config(heads, dim)
+    grid = (num_tokens, ceil_div(heads, config["HEADS"]))
+    launch(_gated_rms_norm_kernel, grid, (x, gate, weight, out, eps, heads, gate.stride(0), dim), config)
     return out

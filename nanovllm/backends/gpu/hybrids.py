@@ -15,16 +15,14 @@ if TYPE_CHECKING:
 
 
 class Operators(HybridOperators):
-    """Launches our Triton kernels. The norm and the gate round what they write as the backend's norms do."""
+    """Launches our Triton kernels. The gate rounds what it writes as the backend's norms do."""
 
     causal_conv = staticmethod(causal_conv)
     gated_delta = staticmethod(gated_delta)
+    gated_rms_norm = staticmethod(gated_rms_norm)
 
     def __init__(self, backend: "TritonKernels") -> None:
         self._backend = backend
 
-    def gated_rms_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return gated_rms_norm(x, gate, weight, eps, self._backend.rounding)
-
     def sigmoid_and_mul(self, x: Tensor, gate: Tensor) -> Tensor:
-        return sigmoid_and_mul(x, gate, self._backend.rounding)
+        return sigmoid_and_mul(x, gate, self._backend.rounds_inputs)

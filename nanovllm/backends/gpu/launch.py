@@ -75,7 +75,7 @@ def launch(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], config: Ma
     pointers, aligned, numbers, constexprs = get_parameters(kernel)
     bits = 0  # of all addresses: a multiple of 16 if each of them is one
     for i in aligned:
-        bits |= args[i].data_ptr()
+        bits |= 0 if args[i] is None else args[i].data_ptr()
     if bits % 16:
         kernel[grid](*args, **config)
         return

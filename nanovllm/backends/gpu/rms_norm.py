@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from nanovllm.backends.gpu.launch import launch, wait_for_predecessor
-from nanovllm.backends.gpu.round_groups import Rounding, give_rounded, rounding_config, store_rounded
+from nanovllm.backends.gpu.round_inputs import give_rounded, store_rounded
 from nanovllm.backends.gpu.triton_shim import next_power_of_2, tl, triton
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_groups"])
+@triton.jit
 def _rms_norm_kernel(
     x_ptr,
     residual_ptr,
@@ -20,22 +20,17 @@ def _rms_norm_kernel(
     sum_ptr,
     codes_ptr,
     scales_ptr,
-    num_rows,
-    num_groups,
     x_stride,
     residual_stride,
     size,
     eps,
     ADD: tl.constexpr,
     BLOCK: tl.constexpr,
-    GROUP: tl.constexpr,
-    LEAST: tl.constexpr,
-    BY_TOKEN: tl.constexpr,
     PDL: tl.constexpr,
 ):
     # Grid (rows,).
     # A program owns one row: it adds the residual (if ADD), norms in float32, rounds, and scales by the weight. A
-    # float32 weight scales before the rounding. With a GROUP it rounds the row to int8, too.
+    # float32 weight scales before the rounding. If there is a place for codes, it rounds the row to int8, too.
     # Rows of padding are like any other; their values stay in them.
     wait_for_predecessor(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -53,43 +48,42 @@ def _rms_norm_kernel(
         normed = normed.to(dtype).to(tl.float32)
     out = (normed * weight).to(dtype)
     tl.store(out_ptr + row * size + column, out, mask=inside)
-    if GROUP:
-        places = (codes_ptr, scales_ptr, num_rows, num_groups)
-        store_rounded(out.to(tl.float32), places, row, 0, GROUP, LEAST, BY_TOKEN)
+    if codes_ptr is not None:
+        store_rounded(out.to(tl.float32), codes_ptr, scales_ptr, row, size)
 
 
-def rms_norm_config(size: int, add: bool, rounding: Rounding | None) -> dict[str, float]:
+def rms_norm_config(size: int, add: bool, rounds: bool) -> dict[str, int]:
     """One block for a row, with eight elements (16 bytes of bf16) a thread, up to eight warps."""
-    config = rounding_config(rounding)
-    block = max(next_power_of_2(size), int(config["GROUP"]))
-    return {"ADD": add, "BLOCK": block, "num_warps": min(8, max(1, block // 256))} | config
+    block = next_power_of_2(size)
+    config = {"ADD": add, "BLOCK": block, "num_warps": min(8, max(1, block // 256))}
+    return config | {"enable_fp_fusion": False} if rounds else config
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, rounding: Rounding | None = None) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, rounds: bool = False) -> Tensor:
     """rms_norm_reference in one kernel. x [num_tokens, size], weight [size] -> the shape of x.
 
     Args:
-        rounding: how the result is rounded to int8; it carries that form, too. None: not at all.
+        rounds: whether the result is rounded to int8. Then it carries that form, too.
     """
     num_tokens, size = x.shape
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    args = (x, x, weight, out, out, *give_rounded(out, rounding), x.stride(0), 0, size, eps)
-    launch(_rms_norm_kernel, (num_tokens,), args, rms_norm_config(size, False, rounding))
+    args = (x, x, weight, out, out, *give_rounded(out, rounds), x.stride(0), 0, size, eps)
+    launch(_rms_norm_kernel, (num_tokens,), args, rms_norm_config(size, False, rounds))
     return out
 
 
 def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, rounding: Rounding | None = None
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, rounds: bool = False
 ) -> tuple[Tensor, Tensor]:
     """add_rms_norm_reference in one kernel. x, residual [num_tokens, size] -> (normed, sum) of the same shape.
 
     Args:
-        rounding: as in `rms_norm`, of what is normed.
+        rounds: as in `rms_norm`, of what is normed.
     """
     num_tokens, size = x.shape
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     total = torch.empty_like(out)
     strides = (x.stride(0), residual.stride(0))
-    args = (x, residual, weight, out, total, *give_rounded(out, rounding), *strides, size, eps)
-    launch(_rms_norm_kernel, (num_tokens,), args, rms_norm_config(size, True, rounding))
+    args = (x, residual, weight, out, total, *give_rounded(out, rounds), *strides, size, eps)
+    launch(_rms_norm_kernel, (num_tokens,), args, rms_norm_config(size, True, rounds))
     return out, total

@@ -1,4 +1,4 @@
-"""Where a program's tile of a product lies, in Triton, and how it is stored. Few loads of these kernels have a mask."""
+"""Where a program's tile of a product lies, in Triton, how the parts of its sum are added, and how it is stored."""
 
 from nanovllm.backends.gpu.triton_shim import tl, triton
 
@@ -19,20 +19,51 @@ def place_tile(num_rows, out_size, BAND: tl.constexpr, BLOCK_M: tl.constexpr, BL
 
 
 @triton.jit
-def place_pairs(tokens_ptr, begin, end, out_size, GATHER: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Return the numbers of the pairs of an expert's tile, of their rows of x, and of the tile's columns.
+def locate_tile(offsets_ptr, tile, num_experts, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Return the expert of a tile, its first pair and the end of the expert's pairs.
 
-    In the place of pairs beyond the last one, rows are that of the last one once more.
+    Beyond the last expert's tiles the expert is num_experts or more.
+    """
+    lane = tl.arange(0, EXPERTS)
+    begins = tl.load(offsets_ptr + lane, mask=lane < num_experts, other=0)
+    ends = tl.load(offsets_ptr + lane + 1, mask=lane < num_experts, other=0)
+    tiles = tl.cdiv(ends - begins, BLOCK_M)
+    last_tile = tl.cumsum(tiles, 0)
+    expert = tl.sum((last_tile <= tile).to(tl.int32), 0)
+    is_mine = lane == expert
+    first_tile = tl.sum(tl.where(is_mine, last_tile - tiles, 0), 0)
+    begin = tl.sum(tl.where(is_mine, begins, 0), 0) + (tile - first_tile) * BLOCK_M
+    end = tl.sum(tl.where(is_mine, ends, 0), 0)
+    return expert, begin, end
+
+
+@triton.jit
+def add_parts(acc, partial_ptr, arrivals_ptr, tile, part):
+    """Return a tile's sum, and whether this program has it: the tile's last to arrive adds all parts in their order.
+
+    It leaves arrivals as it found them: zero.
 
     Args:
-        begin, end: what `locate_tile` returns.
+        acc: this program's part, [rows, columns].
+        tile, part: their numbers. The second dimension of the grid has the parts.
     """
-    pair = begin + tl.arange(0, BLOCK_M)
-    row = tl.minimum(pair, end - 1)
-    if GATHER:
-        row = tl.load(tokens_ptr + row)
-    column = tl.program_id(0) % tl.cdiv(out_size, BLOCK_N) * BLOCK_N + tl.arange(0, BLOCK_N)
-    return pair, row, column
+    num_parts = tl.num_programs(1)
+    is_last = num_parts == 1
+    if num_parts > 1:
+        BLOCK_M: tl.constexpr = acc.shape[0]
+        BLOCK_N: tl.constexpr = acc.shape[1]
+        SIZE: tl.constexpr = BLOCK_M * BLOCK_N
+        element = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+        partial_at = partial_ptr + tile.to(tl.int64) * num_parts * SIZE + element
+        tl.store(partial_at + part * SIZE, acc)
+        tl.debug_barrier()  # whoever sees this program's arrival sees what all its threads have stored
+        is_last = tl.atomic_add(arrivals_ptr + tile, 1, sem="acq_rel") == num_parts - 1
+        if is_last:
+            tl.store(arrivals_ptr + tile, 0)
+            acc = tl.zeros([BLOCK_M, BLOCK_N], acc.dtype)
+            for i in range(num_parts):
+                acc += tl.load(partial_at + i * SIZE, cache_modifier=".cg")  # from L2: others have written it
+    return acc, is_last
 
 
 @triton.jit

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +13,6 @@ from nanovllm.backends.gpu.norm_rope_store import norm_rope_store
 from nanovllm.backends.gpu.paged_decode import decode_metadata, paged_decode
 from nanovllm.backends.gpu.paged_prefill import paged_prefill
 from nanovllm.backends.gpu.rms_norm import add_rms_norm, rms_norm
-from nanovllm.backends.gpu.round_groups import Rounding
 from nanovllm.backends.gpu.sample import sample
 from nanovllm.backends.gpu.sample_filter import SAMPLING_VALUES
 from nanovllm.backends.gpu.step_inputs import step_inputs
@@ -23,17 +21,13 @@ from nanovllm.backends.gpu.triton_shim import INTERPRETED
 from nanovllm.ops.attention import AttentionVariant, KVCache
 from nanovllm.ops.step_inputs import StepInputs
 
-if TYPE_CHECKING:
-    from nanovllm.runner.model_runner import ModelRunner
-
 
 class TritonKernels(Backend):
     """Computes the operators by Triton kernels. By itself it runs in Triton's interpreter, on a CPU, for tests.
 
     Attributes:
-        rounding: how norms and SiLU also round what they write, for the products that follow; None: not at all. Whoever
-            makes such matrices sets it.
-        keeps_copies: whether quantised matrices get copies of 16 bits as soon as a model is loaded.
+        rounds_inputs: whether norms and SiLU also round what they write, for the products that follow. Whoever lays
+            matrices that need it sets it.
     """
 
     name = "triton"
@@ -44,8 +38,7 @@ class TritonKernels(Backend):
     block_sizes = (16, 32, 64, 128, 256)
     sampling_values = SAMPLING_VALUES
 
-    rounding: Rounding | None = None
-    keeps_copies = False
+    rounds_inputs = False
 
     step_inputs = staticmethod(step_inputs)
     norm_rope_store = staticmethod(norm_rope_store)
@@ -53,20 +46,13 @@ class TritonKernels(Backend):
     token_logprobs = staticmethod(token_logprobs)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return rms_norm(x, weight, eps, self.rounding)
+        return rms_norm(x, weight, eps, self.rounds_inputs)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        return add_rms_norm(x, residual, weight, eps, self.rounding)
+        return add_rms_norm(x, residual, weight, eps, self.rounds_inputs)
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
-        return silu_and_mul(gate_up, self.rounding)
-
-    def pack_weights(self, modules: Iterable[nn.Module]) -> None:
-        if self.keeps_copies:
-            from nanovllm.backends.gpu.quantized import find_copied
-
-            for matrix in find_copied(modules):
-                matrix.keep_copy()
+        return silu_and_mul(gate_up, self.rounds_inputs)
 
     @classmethod
     def why_cannot(cls, device: torch.device) -> str | None:
@@ -112,11 +98,3 @@ class TritonBackend(CudaBackend, TritonKernels):
         super().pack_weights(modules)
         if torch.cuda.get_device_capability(self.device)[0] == TIMED_ARCHITECTURE:
             use_few_rows(modules)
-
-    def room_for_cache(self, runner: "ModelRunner", most: int) -> int:
-        from nanovllm.backends.gpu import quantized
-
-        room = super().room_for_cache(runner, most)
-        copies = quantized.keep_copies(runner, room - most) if quantized.KEEPS_COPIES else 0
-        self.keeps_copies = copies > 0
-        return room - copies

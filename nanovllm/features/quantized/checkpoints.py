@@ -11,7 +11,6 @@ from nanovllm.features.quantized.codes import Codes
 from nanovllm.features.quantized.formats import INT8_DYNAMIC, MADE_AT_LOAD, W8A8, Format, RawTensors
 from nanovllm.features.quantized.unpack import AWQ_ORDER, Floats4, ScaledFloats, make_codes, unpack_words
 from nanovllm.models.model_folder import SETTINGS_FILE
-from nanovllm.ops.kv_codes import LARGEST_CODE
 from nanovllm.utils.checks import as_integer, quote
 from nanovllm.utils.integers import ceil_div
 
@@ -20,9 +19,6 @@ if TYPE_CHECKING:
 
 Config = Mapping[str, Any]
 """The quantization_config of a config.json."""
-
-FP8_CODES = "fp8-codes"
-"""The value of the option `quantization` that keeps FP8 in one byte."""
 
 SCALE_DTYPES = ("F32", "F16", "BF16")
 INTEGERS = ("I32", "I64")
@@ -157,15 +153,13 @@ class IntQuantized(Format):
 
 @dataclass(frozen=True)
 class ScaledFloat8(Format):
-    """FP8 with scales for blocks, rows or whole matrices. The weights are kept with 16 bits, or as they are.
+    """FP8 with scales for blocks, rows or whole matrices. The weights are kept with 16 bits.
 
     Attributes:
         block: rows and columns that share a scale; 0 stands for all of them.
-        keeps_bytes: whether the codes in memory are those of the checkpoint.
     """
 
     block: tuple[int, int] = (0, 0)
-    keeps_bytes: bool = False
 
     suffixes: ClassVar[tuple[str, ...]] = ("weight_scale_inv", "weight_scale")
     """Both names are in use for the same factors."""
@@ -181,34 +175,11 @@ class ScaledFloat8(Format):
             tensors["input_scale"] = ((1,), SCALE_DTYPES)
         return tensors
 
-    @property
-    def has_floats(self) -> bool:
-        return self.keeps_bytes
-
-    def keep(self) -> "ScaledFloat8":
-        """Return the same format, with weights that are kept in their byte."""
-        return replace(self, name=FP8_CODES, bits=8, group_size=self.block[1] or None, keeps_bytes=True)
-
-    def convert(self, tensors: Mapping[str, Tensor], out: int, size: int) -> Codes | ScaledFloats:
+    def convert(self, tensors: Mapping[str, Tensor], out: int, size: int) -> ScaledFloats:
         block = (self.block[0] or out, self.block[1] or size)
         scales = next(tensors[suffix] for suffix in self.suffixes if suffix in tensors)
         scales = scales.reshape(self._shape_of_scales(out, size)).to(torch.float32)
-        if not self.has_floats:
-            return ScaledFloats(tensors["weight"], scales, block)
-        codes = tensors["weight"].view(torch.uint8)
-        if bool((codes & 127 == 127).any()):
-            raise ValueError(
-                f"some of its numbers are NaN, which {quote(FP8_CODES)} cannot keep: leave quantization out"
-            )
-        return Codes(8, codes, scales.repeat_interleave(block[0], 0)[:out], None, block[1])
-
-    def round(self, weight: Tensor) -> Codes:
-        if not self.has_floats:
-            return super().round(weight)
-        most = LARGEST_CODE[torch.float8_e4m3fn]
-        quotients, scales = self.divide_groups(weight, most)
-        codes = quotients.clamp_(-most, most).to(torch.float8_e4m3fn).view(torch.uint8)
-        return Codes(8, codes, scales, None, self.group_size or weight.shape[-1])
+        return ScaledFloats(tensors["weight"], scales, block)
 
     def _shape_of_scales(self, out: int, size: int) -> tuple[int, int]:
         rows, columns = self.block
@@ -268,24 +239,18 @@ def find_format(asked: str | None, hf_config: "PretrainedConfig") -> Format | No
         raise ValueError(f"{where}: {error}") from None
     if asked in (None, method, format.name):
         return format
-    if asked == FP8_CODES and isinstance(format, ScaledFloat8):
-        return format.keep()
-    if asked == INT8_DYNAMIC.name and format.bits < 16:
-        if format.bits == 8 and format.has_zeros:
-            raise ValueError(
-                f"quantization is {quote(asked)}, and the checkpoint ({method}) has codes of 8 bits with zeros, which "
-                "fit no byte less their zero: leave the option out"
-            )
-        return replace(format, name=asked, input_scales=INT8_DYNAMIC.input_scales)
-    if asked == W8A8.name and format.bits < 16:
-        if format.bits < 8 or format.group_size is not None or format.has_zeros:
-            takes_groups = format.bits < 8 or not format.has_zeros
-            instead = ', or use "int8-dynamic" on a GPU' if takes_groups else ""
-            raise ValueError(
-                f"quantization is {quote(asked)}, and the checkpoint ({method}) has {describe_codes(format)}; it must "
-                f"have codes of 8 bits without zeros, and one scale a row: leave the option out{instead}"
-            )
-        return replace(format, name=asked, input_scales=W8A8.input_scales)
+    if asked in (INT8_DYNAMIC.name, W8A8.name) and format.bits < 16:
+        fits = format.bits == 8 and format.group_size is None and not format.has_zeros
+        if asked == W8A8.name and fits:
+            return replace(format, name=asked, input_scales=W8A8.input_scales)
+        need = "it must have codes of 8 bits without zeros, and one scale a row"
+        if asked == INT8_DYNAMIC.name:
+            need = "int8-dynamic rounds weights while they are read"
+        instead = ', or use "w8a8" on a GPU' if fits else ": then products are exact"
+        raise ValueError(
+            f"quantization is {quote(asked)}, and the checkpoint ({method}) has {describe_codes(format)}; {need}: "
+            f"leave the option out{instead}"
+        )
     if asked in MADE_AT_LOAD and format.bits == 16:
         input_scales = MADE_AT_LOAD[asked].input_scales
         return replace(format, name=asked, bits=8, quantizes_head=True, input_scales=input_scales)
@@ -323,7 +288,7 @@ def describe_format(format: Format, dtype: str) -> str:
     if format.quantizes_head:
         return format.name
     groups = "rows" if format.group_size is None else f"groups of {format.group_size}"
-    return f"{format.kept_bits} bits ({format.name}, {groups}), embeddings in {dtype}"
+    return f"{format.bits} bits ({format.name}, {groups}), embeddings in {dtype}"
 
 
 def _check(data: Config, name: str, default: Any, accepted: Collection[Any]) -> Any:

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, replace
+from enum import Enum
 
 import torch
 from torch import Tensor
@@ -15,23 +16,35 @@ SMALLEST_GROUP = 32
 """Columns of the smallest group that a rank's share of a matrix may have."""
 
 
+class InputScales(Enum):
+    """Which inputs of a product share a scale, where they are rounded while it runs: see dynamic.py."""
+
+    GROUP = "group"
+    """As many inputs of a token as dynamic.GROUP says."""
+
+    TOKEN = "token"
+    """All inputs of a token."""
+
+
 @dataclass(frozen=True)
 class Codes:
-    """A quantised matrix [out, in]: codes, which are whole numbers or fp8, and the scales that make weights of them.
+    """A quantised matrix [out, in]: codes, which are whole numbers, and the scales that make weights of them.
 
     weight[o, i] = (code[o, i] - zero[o, g]) * scale[o, g], where g = i // group_size. Experts have a leading dimension
     [num_experts] in every tensor. code - zero has at most 9 bits, so it is exact in bfloat16 and in float32.
 
     Attributes:
         bits: 8 or 4.
-        codes: with 8 bits: int8 [out, in], or uint8 [out, in] for the bytes of fp8 (e4m3) numbers, none of which is
-            NaN. With 4 bits: uint8 [out, in / 2]; element 2j is the low half of byte j, and the codes are 0 to 15.
+        codes: with 8 bits: int8 [out, in]. With 4 bits: uint8 [out, in / 2]; element 2j is the low half of byte j, and
+            the codes are 0 to 15.
         scales: float32 [out, groups].
         zeros: None if the zero is 0 for 8 bits, or 8 for 4 bits. Else int16 [out, groups], in the terms of the codes: a
             format that stores 0 to 255 is shifted by 128, codes and zeros alike.
         group_size: how many elements of a row share a scale; `in` for one scale a row. The last group may be shorter.
         order: None, or int64 [in]: the input's columns in the order of the codes'. The codes multiply x[:, order].
             (GPTQ's desc_act sorts columns by their group.)
+        input_scales: None if inputs of a product keep their type. Else they are rounded, too, and the codes are int8
+            without zeros, with one scale a row.
     """
 
     bits: int
@@ -40,6 +53,7 @@ class Codes:
     zeros: Tensor | None
     group_size: int
     order: Tensor | None = None
+    input_scales: InputScales | None = None
 
     @property
     def in_features(self) -> int:
@@ -51,42 +65,17 @@ class Codes:
         """The number of rows, of one expert if there are several."""
         return self.codes.shape[-2]
 
-    @property
-    def has_floats(self) -> bool:
-        """Whether the codes are fp8."""
-        return self.bits == 8 and self.codes.dtype == torch.uint8
-
     def integers(self) -> Tensor:
-        """Return code - zero, int16 [out, in], in the order of the codes' columns. The codes are whole numbers."""
+        """Return code - zero, int16 [out, in], in the order of the codes' columns."""
         if self.bits == 8:
             codes = self.codes.to(torch.int16)
             return codes if self.zeros is None else codes - self._spread(self.zeros)
         codes = unpack_int4(self.codes).to(torch.int16)
         return codes - (8 if self.zeros is None else self._spread(self.zeros))
 
-    def widen(self) -> "Codes":
-        """Return the same matrix in int8 codes without zeros: code - zero. The codes are whole numbers.
-
-        Raises:
-            ValueError: a code of 8 bits less its zero fits no byte.
-        """
-        if self.bits == 8 and self.zeros is None:
-            return self
-        codes = torch.empty(*self.codes.shape[:-1], self.in_features, dtype=torch.int8, device=self.codes.device)
-        if codes.dim() > 2:  # one expert at a time, so that int16 copies stay small
-            for i, expert in enumerate(codes.unbind()):
-                expert.copy_(self.take_expert(i).widen().codes)
-            return replace(self, bits=8, codes=codes, zeros=None)
-        numbers = self.integers()
-        codes.copy_(numbers)
-        if self.bits == 8 and not torch.equal(codes, numbers):
-            raise ValueError("some of its codes of 8 bits fit no byte less their zero: leave quantization out")
-        return replace(self, bits=8, codes=codes, zeros=None)
-
     def dequantize(self) -> Tensor:
         """Return the weights, float32 [out, in], with the columns in their original order."""
-        numbers = self.codes.view(torch.float8_e4m3fn) if self.has_floats else self.integers()
-        weights = numbers.to(torch.float32) * self._spread(self.scales)
+        weights = self.integers().to(torch.float32) * self._spread(self.scales)
         if self.order is None:
             return weights
         index = self.order.unsqueeze(-2).expand_as(weights)

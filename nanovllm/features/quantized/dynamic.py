@@ -3,17 +3,11 @@
 This is the plain-torch form. The C++ kernels of backends/cpu/dynamic.h compute the same bits, and are compared with it.
 """
 
-from math import gcd
-from typing import TYPE_CHECKING
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from nanovllm.utils.integers import ceil_div
-
-if TYPE_CHECKING:
-    from nanovllm.features.quantized.codes import Codes
 
 GROUP = 128
 """Inputs in a row of the activations that share a scale, as in backends/cpu/dynamic.h."""
@@ -82,42 +76,3 @@ def multiply_rounded_tokens(x: Tensor, codes: Tensor, scales: Tensor, bias: Tens
         sums += inputs[:, 0, start : start + EXACT] @ codes[:, start : start + EXACT].to(torch.float32).T
     total = sums.to(torch.float32).mul_(input_scales).mul_(scales)
     return (total if bias is None else total.add_(bias)).to(x.dtype)
-
-
-def multiply_rounded_groups(x: Tensor, weight: "Codes", bias: Tensor | None) -> Tensor:
-    """Do what `multiply_rounded` does by a matrix with scales for groups.
-
-    Sums are of the inputs that share both scales: of gcd(GROUP, group size). Each is multiplied by the scale of the
-    inputs and then by that of the weights, and is added to those before it. Every operation is rounded by itself.
-
-    Args:
-        x: its columns are in the order of the codes'.
-        weight: int8 without zeros.
-    """
-    inputs, input_scales = round_inputs(x)
-    inputs = inputs.flatten(1)
-    total = x.new_zeros(len(x), weight.out_features, dtype=torch.float32)
-    step = gcd(GROUP, weight.group_size)
-    for start in range(0, weight.in_features, step):
-        weights = weight.codes[:, start : start + step].to(torch.float32)
-        sums = inputs[:, start : start + weights.shape[1]] @ weights.T
-        sums *= input_scales[:, start // GROUP, None]
-        total += sums.mul_(weight.scales[:, start // weight.group_size])
-    return (total if bias is None else total.add_(bias)).to(x.dtype)
-
-
-def round_inputs_to_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Do what `round_inputs` does, but to fp8 (e4m3): scale = max |x| / 448, and code = x * (448 / max |x|) in fp8.
-
-    Returns:
-        The codes' numbers, float32 [n, groups, GROUP], and scales, float32 [n, groups].
-    """
-    n, size = x.shape
-    padded = F.pad(x.to(torch.float32), (0, -size % GROUP)).view(n, ceil_div(size, GROUP), GROUP)
-    most = padded.abs().amax(2)
-    largest = torch.full_like(most, 448)
-    inverse = torch.where(most >= TINY, largest / most, 0)
-    is_finite = most.isfinite()
-    scales = torch.where(most >= TINY, most / largest, 0).masked_fill_(~is_finite, torch.nan)
-    numbers = (padded * inverse.unsqueeze(2)).masked_fill_(~is_finite.unsqueeze(2), 0)
-    return numbers.to(torch.float8_e4m3fn).to(torch.float32), scales

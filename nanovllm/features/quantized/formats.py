@@ -2,13 +2,12 @@
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from enum import Enum
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
 
-from nanovllm.features.quantized.codes import Codes, pack_int4, quantize_int8
+from nanovllm.features.quantized.codes import Codes, InputScales, pack_int4, quantize_int8
 from nanovllm.ops.kv_codes import divide_by_scales
 from nanovllm.utils.integers import ceil_div
 
@@ -18,16 +17,6 @@ if TYPE_CHECKING:
 
 RawTensors = dict[str, tuple[tuple[int, ...], tuple[str, ...]]]
 """{suffix of a name, such as "qweight": shape and possible number formats}, of all tensors that make one matrix."""
-
-
-class InputScales(Enum):
-    """Which inputs of a product share a scale, where they are rounded while it runs: see quantized/dynamic.py."""
-
-    GROUP = "group"
-    """As many inputs of a token as dynamic.GROUP says."""
-
-    TOKEN = "token"
-    """All inputs of a token."""
 
 
 @dataclass(frozen=True)
@@ -68,11 +57,6 @@ class Format:
             return {}
         return self.list_tensors(prefix, names, *shape)
 
-    @property
-    def has_floats(self) -> bool:
-        """Whether the codes are fp8, and not whole numbers."""
-        return False
-
     def list_tensors(self, prefix: str, names: Collection[str], out: int, size: int) -> RawTensors:
         """Return the tensors that make a quantised matrix."""
         raise NotImplementedError
@@ -89,46 +73,30 @@ class Format:
         """Return how many scales a row of `size` elements has."""
         return 1 if self.group_size is None else ceil_div(size, self.group_size)
 
-    @property
-    def kept_bits(self) -> int:
-        """The bits of a code in memory. Rounded inputs are multiplied by bytes: 4 bits less their zero are one."""
-        return self.bits if self.input_scales is None else 8
-
     def count_row_bytes(self, size: int) -> int:
         """Return the memory of a row of `size` elements, with scales and zeros."""
-        has_zeros = self.has_zeros and self.input_scales is None
-        return size * self.kept_bits // 8 + self.count_groups(size) * (4 + 2 * has_zeros)
+        return size * self.bits // 8 + self.count_groups(size) * (4 + 2 * self.has_zeros)
 
     def round(self, weight: Tensor) -> Codes:
         """Quantise weights [..., out, in] by rounding. Dummy weights get their codes in this way."""
         if self.group_size is None and self.bits == 8:
             return quantize_int8(weight)
         most = 2 ** (self.bits - 1) - 1
-        quotients, scales = self.divide_groups(weight, most)
-        codes = quotients.round_().clamp_(-most, most).to(torch.int8)
-        group_size = self.group_size or weight.shape[-1]
-        return Codes(self.bits, codes if self.bits == 8 else pack_int4(codes + 8), scales, None, group_size)
-
-    def divide_groups(self, weight: Tensor, most: float) -> tuple[Tensor, Tensor]:
-        """Divide each group of weights [..., out, in] by a scale: see `divide_by_scales`.
-
-        Returns:
-            The quotients, float32 [..., out, in], and the scales, float32 [..., out, groups].
-        """
         size = weight.shape[-1]
         group_size = min(self.group_size or size, size)
         groups = torch.nn.functional.pad(weight.float(), (0, -size % group_size))
         quotients, scales = divide_by_scales(groups.view(*weight.shape[:-1], -1, group_size), most)
-        return quotients.flatten(-2)[..., :size], scales
+        codes = quotients.flatten(-2)[..., :size].round_().clamp_(-most, most).to(torch.int8)
+        return Codes(self.bits, codes if self.bits == 8 else pack_int4(codes + 8), scales, None, group_size)
 
 
 INT8 = Format("int8", bits=8, quantizes_head=True)
 """Made at load: see `quantize_int8`."""
 
 INT8_DYNAMIC = replace(INT8, name="int8-dynamic", input_scales=InputScales.GROUP)
-"""The same codes, by which rounded inputs are multiplied."""
+"""The same codes, by which rounded inputs are multiplied: the form of CPUs."""
 
 W8A8 = replace(INT8, name="w8a8", input_scales=InputScales.TOKEN)
-"""The same with one scale for all inputs of a token."""
+"""The same with one scale for all inputs of a token: the form of GPUs."""
 
 MADE_AT_LOAD = {format.name: format for format in (INT8, INT8_DYNAMIC, W8A8)}

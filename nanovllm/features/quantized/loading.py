@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from nanovllm.backends import make_backend
 from nanovllm.config import ResolvedConfig
-from nanovllm.features.quantized.checkpoints import ScaledFloat8, describe_format, find_format
+from nanovllm.features.quantized.checkpoints import describe_format, find_format
 from nanovllm.features.quantized.codes import Codes, quantize_int8
 from nanovllm.features.quantized.formats import INT8, MADE_AT_LOAD, Format, RawTensors
 from nanovllm.features.quantized.torch_matrix import MatrixOperators
@@ -80,9 +80,8 @@ class ModelQuantizer:
             int8_bytes = count_bytes(model, INT8, itemsize)
             logger.warning(
                 "the checkpoint's weights of %d bits (%s) become %s while they are read, and take %.2f GiB in all; "
-                'quantization="int8" takes %.2f GiB%s',
+                'quantization="int8" takes %.2f GiB',
                 *(self.format.stored_bits, self.format.name, dtype, num_bytes / 2**30, int8_bytes / 2**30),
-                self._describe_codes(model, itemsize),
             )
             return
         if self.format.input_scales is not None and getattr(self.format, "has_input_scales", False):
@@ -91,16 +90,6 @@ class ModelQuantizer:
                 self.format.name,
             )
         self._find_operators().warn(self.format)
-
-    def _describe_codes(self, model: Decoder, itemsize: int) -> str:
-        """Return what would keep FP8 in its byte, and the memory of that, for the end of a line; "" if nothing does."""
-        if not isinstance(self.format, ScaledFloat8):
-            return ""
-        kept = self.format.keep()
-        if self._find_operators().why_cannot(kept) is not None:
-            return ""
-        num_bytes = count_bytes(model, kept, itemsize)
-        return f', and quantization="{kept.name}" keeps them in their byte, {num_bytes / 2**30:.2f} GiB'
 
     def _find_operators(self) -> MatrixOperators:
         backend = make_backend(self._config.attention_backend, self._config.device)
@@ -310,8 +299,12 @@ class Filling:
             parts = self._parts.pop(id(weight))
             codes = join_codes([parts[place] for place in sorted(parts)], weight)
             parts.clear()
-            make: Any = operators.make_experts if weight.dim() > 2 else operators.make_matrix
-            packed.append(operators.keep_place(old, make(codes, dtype, self.format.input_scales)))
+            if self.format.input_scales is not None and codes.zeros is not None:
+                raise ValueError(
+                    f"its codes have zeros, which {self.format.name} does not take: leave quantization out"
+                )
+            laid = operators.lay(replace(codes, input_scales=self.format.input_scales), dtype)
+            packed.append(operators.keep_place(old, laid))
         is_shared = model.tied and module is model.embed_tokens
         for owner in (module, model.lm_head) if is_shared else (module,):
             owner.set_packed(packed, empty)

@@ -70,7 +70,7 @@ class GroupedExperts(Experts):
         routing = sort_pairs(experts, weights, self.num_experts)
         if self.packed is not None:
             gate_up_matrix, down_matrix = self.packed
-            gate_up = gate_up_matrix.multiply(x, routing, True)
+            gate_up = gate_up_matrix.multiply_pairs(x, routing, True)
         else:
             gate_up = self.operators.grouped_linear(x, self.gate_up, routing, gather=True)
         owners = self._find_owners(experts) if self.gate_up_proj_bias is not None else None
@@ -78,7 +78,7 @@ class GroupedExperts(Experts):
             gate_up = gate_up + self.gate_up_proj_bias[owners]
         hidden = self._apply_gate(gate_up)
         if self.packed is not None:
-            y = down_matrix.multiply(hidden, routing, False)
+            y = down_matrix.multiply_pairs(hidden, routing, False)
         else:
             y = self.operators.grouped_linear(hidden.contiguous(), self.down, routing, gather=False)
         if owners is not None and self.down_proj_bias is not None:

@@ -35,7 +35,7 @@ def find_sparse_layers(config: "PretrainedConfig") -> frozenset[int]:
 class PackedExperts(Protocol):
     """The matrices [num_experts, out, in] of experts, in a form of their own."""
 
-    def multiply(self, x: Tensor, routing: Routing, gather: bool) -> Tensor:
+    def multiply_pairs(self, x: Tensor, routing: Routing, gather: bool) -> Tensor:
         """See `grouped_linear_reference`, which has the same arguments and result."""
 
 
@@ -167,8 +167,8 @@ class SparseMLP(nn.Module):
         routing = operators.route(logits, self.k, self.normalize, inputs.slots)
         if experts.packed is not None:
             gate_up, down = experts.packed
-            hidden = self.backend.silu_and_mul(gate_up.multiply(x, routing, True))
-            return down.multiply(hidden, routing, False), routing
+            hidden = self.backend.silu_and_mul(gate_up.multiply_pairs(x, routing, True))
+            return down.multiply_pairs(hidden, routing, False), routing
         hidden = self.backend.silu_and_mul(operators.grouped_linear(x, experts.gate_up, routing, gather=True))
         return operators.grouped_linear(hidden, experts.down, routing, gather=False), routing
 
