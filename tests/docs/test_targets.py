@@ -57,7 +57,7 @@ def test_every_test_for_targets_is_among_them() -> None:
 @pytest.mark.parametrize(
     ("skipped", "is_recorded"),
     [(set(), True), ({LACKS}, True), ({LACKS, "needs qemu-user"}, False)],
-    ids=str,
+    ids=["nothing skipped", "a processor", "an emulator, too"],
 )
 def test_the_record_is_written_if_all_passed_and_nothing_was_missing(
     skipped: set[str], is_recorded: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

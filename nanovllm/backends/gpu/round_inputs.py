@@ -11,14 +11,14 @@ from torch import Tensor
 
 from nanovllm.backends.gpu.launch import launch, wait_for_predecessor
 from nanovllm.backends.gpu.triton_shim import next_power_of_2, tl, triton
-from nanovllm.features.quantized.dynamic import TINY
 
 MAGIC = tl.constexpr(12582912.0)
 """1.5 x 2^23. Adding it rounds a small number to a whole one, ties to even, in the lowest bits of the sum."""
 
 MAGIC_BITS = tl.constexpr(0x4B400000)
 
-LEAST = tl.constexpr(TINY)
+LEAST = tl.constexpr(2.0**-100)
+"""A row whose largest magnitude is below this is rounded to zeros: the reference's `TINY`."""
 
 
 class Rounded(NamedTuple):
