@@ -158,6 +158,7 @@ def _product_kernel(
     else:
         row, column = place_tile(num_rows, out_size, BAND, BLOCK_M, BLOCK_N)
         end = num_rows
+    # Of few rows no others are loaded, or many programs would ask for one row. Of many the last one is read once more.
     is_row = row < end
     source = tl.minimum(row, end - 1)
     if tokens_ptr is not None:
@@ -186,10 +187,8 @@ def _product_kernel(
         if x_scales_ptr is not None:
             acc = tl.dot(x, weight, acc, out_dtype=tl.int32)
         elif GROUP:
-            acc += (
-                tl.dot(x, weight, input_precision="ieee")
-                * tl.load(scales_ptr + group, mask=is_column, other=0.0)[None, :]
-            )
+            scale = tl.load(scales_ptr + group, mask=is_column, other=0.0)
+            acc += tl.dot(x, weight, input_precision="ieee") * scale[None, :]
         else:
             acc = tl.dot(x, weight, acc, input_precision="ieee")
     is_last = True
@@ -357,7 +356,7 @@ def product(
     inputs, input_scales = (find_rounded(x) or round_inputs(x)) if laid.rounds else (x.contiguous(), None)
     num_sums = num_tiles * parts * tile.rows * tile.columns if parts > 1 else 0
     sums = torch.empty(num_sums, dtype=torch.int32 if laid.rounds else torch.float32, device=x.device)
-    arrivals = sums if laid.arrivals is None else laid.arrivals
+    arrivals = sums if laid.arrivals is None else laid.arrivals  # nobody reads them of experts
     tokens = None if routing is None or not gather else routing.tokens
     offsets = None if routing is None else routing.offsets
     weights = (laid.weight, laid.scales, laid.zeros)
