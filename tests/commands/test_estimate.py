@@ -199,6 +199,7 @@ def test_an_id_that_names_a_shape_needs_no_network(
         (["qwen3-8b", "--gpu-memory", "0GB"], "such as 80GB"),
         (["qwen3-8b", "--gpu-memory", "8GB", "--tensor-parallel-size", "3"], "cannot share"),
         (["no/such-model", "--gpu-memory", "8GB"], "neither a local folder, nor a shape"),
+        (["qwen3-8b", "--gpu-memory", "80GB", "--quantization", "int8-dynamic"], 'use quantization="w8a8"'),
     ],
 )
 def test_what_makes_no_sense_is_refused(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
