@@ -67,8 +67,8 @@ def load_engine(asked: EngineConfig) -> LLMEngine:
 
 
 def make_engine(asked: EngineConfig) -> LLMEngine:
-    """Load a model and what belongs to it: see `load_engine`. Errors are as short as their places raise them."""
-    check_limits()
+    """Load a model and what belongs to it: see `load_engine`, which adds advice to errors."""
+    check_limits()  # those of the operating system, of this process's memory
     folder, weights, hf_config, facts = read_files(asked)
     if asked.data_parallel_size > 1:
         from nanovllm.features.distributed.replicas import load_replicas
@@ -90,7 +90,7 @@ def make_engine(asked: EngineConfig) -> LLMEngine:
         on_error.callback(runner.close)
         tokenizer = tokenizer_to_be.result()
         num_blocks = allocate_cache()
-        config = fit_length(config, num_blocks)
+        config = fit_length(config, num_blocks)  # without a given max_model_len, as many tokens as the cache can hold
         if tokenizer is not None:
             tokenizer.max_model_len = config.max_model_len
         engine = assemble(config, facts, tokenizer, runner, num_blocks)
@@ -105,8 +105,9 @@ def read_files(
     """Find a model, and read what its files say, the weights aside.
 
     Returns:
-        The model's folder, None for a shape alone; the folder of its weights, None for random ones; its configuration;
-        and its facts, whose end-of-sequence tokens are those of generation_config.json, or else of config.json.
+        The model's folder, None for a shape (a published configuration without weights); the folder of its weights,
+        None for random ones; its configuration; and its facts, whose end-of-sequence tokens are those of
+        generation_config.json, or else of config.json.
 
     Raises:
         ValueError: there is no such model, or one that cannot run.
@@ -114,7 +115,7 @@ def read_files(
     folder, source, data = find_config(asked.model, asked.revision, asked.load_format)
     weights = None if asked.load_format == "dummy" else folder
     if weights is not None:
-        with suppress(ValueError):  # config.json is judged first
+        with suppress(ValueError):  # `fit_to_checkpoint` raises it again: an error of config.json comes first
             read_ahead(weights.files)  # while transformers is imported
     hf_config = load_model_config(data, source, asked.model_impl)
     can_generate = fit_to_checkpoint(hf_config, weights)
@@ -197,8 +198,8 @@ def resolve_options(
         gpu_memory: the bytes of a GPU that need not be here, for an estimate: see `resolve`.
 
     Raises:
-        ValueError: an option asks for something that cannot run here; the message says why. Where a model of a family
-            here runs through transformers' code, it also says why.
+        ValueError: an option asks for something that cannot run here; the message says why. If the model is of a family
+            that has code here, and yet runs through transformers' code, the message says why it does.
     """
     try:
         return _resolve_options(asked, hf_config, gpu_memory)
@@ -288,7 +289,8 @@ def make_runner(
         )
     runner = runner_class(config, hf_config, fill, parallel, quantizer, find_decoder(hf_config))
     runner.model.prove(config)
-    # If the ranks do not share each layer, rank 0 alone has the draft model.
+    # `parallel.size` is how many ranks share each layer. In a pipeline it may be 1: then rank 0 alone has the draft
+    # model.
     if config.draft is not None and (parallel.rank == 0 or parallel.size > 1):
         from nanovllm.features.drafts.draft_model import read_draft
 

@@ -93,7 +93,8 @@ def fit_to_checkpoint(config: "PretrainedConfig", folder: ModelFolder | None) ->
 
     Args:
         config: its `tie_word_embeddings` becomes true if there is no head, so that the decoder allocates none, and
-            false if the checkpoint has a head of its own. Its `has_turned_experts` becomes what the function says.
+            false if the checkpoint has a head of its own. Its `has_turned_experts` is set: see the function of this
+            name.
         folder: the checkpoint's; None for random weights.
 
     Returns:
@@ -110,6 +111,8 @@ def fit_to_checkpoint(config: "PretrainedConfig", folder: ModelFolder | None) ->
         if find_family(config) is not OTHERS:
             compare_sizes(config, headers)
             config.has_turned_experts = has_turned_experts(config, headers)
+            # Names with "model." are those of a model with a head. If its head is not there, it is missing, and the
+            # loader says so.
             can_generate &= config.tie_word_embeddings or head in headers.names or headers.has_prefix
         if can_generate and config.tie_word_embeddings and has_own_head(headers, head, embedding):
             logger.warning(
@@ -134,6 +137,7 @@ def report_unread_files(folder: ModelFolder) -> None:
     beside = {path.name for path in folder.path.glob("*.safetensors")} - files
     if not beside:
         return
+    # Whether there is an index, and it names none of the files that are read.
     is_contradicted = bool(folder.index) and not files & folder.index
     logger.log(
         logging.WARNING if is_contradicted else logging.INFO,
@@ -159,7 +163,7 @@ def has_turned_experts(config: "PretrainedConfig", headers: Headers) -> bool:
         return False
     turned = [config.moe_intermediate_size, config.hidden_size]
     shape = headers.read_shape(name) or []
-    return shape[1:] == turned != turned[::-1]
+    return shape[1:] == turned != turned[::-1]  # the shape of square matrices shows nothing: they count as [out, in]
 
 
 def compare_sizes(config: "PretrainedConfig", headers: Headers) -> None:

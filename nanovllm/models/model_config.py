@@ -94,7 +94,8 @@ OTHERS = Family(
     rename="nanovllm.features.families.any_causal.config:name_tensors",
     name_ends="nanovllm.features.families.any_causal.config:name_ends",
 )
-"""Every other causal model of transformers. Its `check` makes the configuration, and transformers' code the model."""
+"""Every other causal model of transformers. Its `check` is another kind of function: check(data, source) takes the
+content of config.json, and returns the configuration. The layers of its decoder are transformers' own."""
 
 SILU = ("silu", "swish")
 """The names of the one activation that is supported: transformers has both."""
@@ -158,7 +159,7 @@ def take_text_config(data: dict[str, Any]) -> dict[str, Any]:
 def read_dtypes(data: dict[str, Any], source: str) -> dict[str, Any]:
     """Return a config.json with the one spelling of its dtype that transformers reads.
 
-    "auto" names no dtype, and that of codes says nothing about what is not quantised.
+    "auto" names no dtype. Nor do the types of codes, such as int8: they say nothing about what is not quantised.
 
     Raises:
         ValueError: the dtype is not one of `DTYPES`.
@@ -201,8 +202,9 @@ def name_method(settings: Any) -> Any:
 
 def is_about_cache_alone(settings: dict[str, Any]) -> bool:
     """Return whether a quantization_config describes how the KV cache is quantised, and nothing else."""
-    if settings.get("kv_cache_quant_algo") and not settings.get("quant_algo"):
+    if settings.get("kv_cache_quant_algo") and not settings.get("quant_algo"):  # as ModelOpt writes it
         return True
+    # And as compressed-tensors writes it.
     sparsity = settings.get("sparsity_config")
     is_dense = not sparsity or (isinstance(sparsity, dict) and sparsity.get("format") == "dense")
     has_weights = settings.get("config_groups") or settings.get("transform_config")
@@ -220,6 +222,7 @@ def load_model_config(data: dict[str, Any], source: str, model_impl: str = "auto
     Raises:
         ValueError: data has an architecture or a feature that is not implemented, or values that contradict each other.
     """
+    # The config of a `ModelFolder` is that of the text already. Then take_text_config() changes nothing.
     data = read_as_text(take_text_config(data), source)
     architectures = data.get("architectures") or []
     if not isinstance(architectures, list):
@@ -299,7 +302,7 @@ def find_row(architectures: list[Any], kind: Any) -> str | None:
     """Return the row of `FAMILIES` that a config.json names; None if it names none.
 
     Args:
-        kind: its model_type. transformers goes by it, so it decides where the architecture is spelled otherwise.
+        kind: its model_type. transformers goes by it. So if no architecture has a known name, the model_type decides.
     """
     # Without its LM head the architecture Qwen3ForCausalLM is called Qwen3Model.
     names = [re.sub("Model$", "ForCausalLM", name) for name in architectures if isinstance(name, str)]
@@ -371,6 +374,7 @@ def _check(config: "PretrainedConfig", source: str) -> None:
     """Raise a ValueError for a value that no model can have, and a LackingError for what no family here has."""
     rope = config.rope_parameters or {}
     rope_type = rope.get("rope_type", "default")
+    # In place of one set of parameters, there may be a dict for each kind of layer.
     has_kinds = "rope_type" not in rope and any(isinstance(value, dict) for value in rope.values())
     has_table = rope_type in tuple(ROPE_TYPES) and not has_kinds  # rope_type may be of any Python type
     if has_table:
@@ -442,7 +446,7 @@ def find_renaming(config: "PretrainedConfig") -> Callable[[list[str], Any], dict
 
 
 def find_ends(config: "PretrainedConfig") -> tuple[str, str]:
-    """Return the names that the LM head and the embedding have in checkpoints; `name_canonically` makes them so."""
+    """Return the names of the LM head and of the embedding among the names that `name_canonically` makes."""
     name_ends = find_family(config).name_ends
     if name_ends is None:
         return "lm_head.weight", "model.embed_tokens.weight"

@@ -53,15 +53,20 @@ class ModelFolder:
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """The part of config.json for the decoder of text, with the quantization_config that another file may have if
-        it has none that names its method."""
+        """The part of config.json for the decoder of text.
+
+        Older tools write how the weights are quantised into another file. It becomes the quantization_config, unless
+        config.json has one that names its method.
+        """
         data = take_text_config(read_json(self.path / "config.json"))
         own = name_method(data.get("quantization_config"))
+        # Whether config.json itself says how the weights are quantised.
         is_settled = data.get("compression_config") or (own and (not isinstance(own, dict) or own.get("quant_method")))
         settings = self.find_settings()
         if settings is None or is_settled or is_about_cache_alone(settings):
             return data
-        # Such a file is no more than a leftover if no weights are quantised. An estimate may have no weights.
+        # If no weights are quantised, the other file is a leftover. In an estimate the folder may have no weights: then
+        # the file counts.
         if any(self.path.glob("*.safetensors")) and not any(name.endswith(CODES) for name in self.places):
             logger.info("%s of %s is not read: no tensor is quantised", settings[SETTINGS_FILE], self)
             return data

@@ -78,9 +78,10 @@ def name_canonically(names: Iterable[str], config: "PretrainedConfig | None" = N
 
 
 def name_like_llama(names: list[str], _: Any = None) -> dict[str, str]:
-    """Return {name: the name that the model knows it by}. A checkpoint without an LM head has no "model." there.
+    """Return {name: the name that the model knows it by}, which begins with "model.", except for the LM head.
 
-    In a checkpoint that has other parts, such as one for pictures, "language_model." stands before the names as well.
+    The names of a checkpoint without an LM head lack this beginning. If a checkpoint has other parts, such as one for
+    pictures, "language_model." comes after it.
 
     Raises:
         ValueError: two names stand for one tensor of the model, so nobody can know which one is meant.

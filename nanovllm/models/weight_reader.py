@@ -120,6 +120,7 @@ def load_weights(
     unread_here = {name for name in found if name.startswith(unread)}
     if unread_here and show_progress:
         logger.info("%s: %d tensors are not read: %s", folder, len(unread_here), name_some(unread_here))
+    # Tensors that this rank need not read: no model reads them, or another rank does.
     elsewhere = unread_here.union(name for name in found if name.startswith(find_elsewhere(model)))
     head, _ = find_ends(config)
     leftovers = found - targets.keys() - elsewhere - {head}  # some checkpoints hold a tied head, too
@@ -127,6 +128,7 @@ def load_weights(
         from nanovllm.models.leftovers import check_leftovers
 
         own = {name: path for name, path in folder.places.items() if names[name] in leftovers}
+        # A ValueError, unless each of them is known to change nothing.
         check_leftovers(own, names, targets, config, folder)
         if show_progress:
             logger.info("%s: %d tensors change nothing: %s", folder, len(leftovers), name_some(leftovers))
@@ -158,7 +160,7 @@ def _fill(target: WeightTarget, source: Any, what: str, copy: Callable[[Tensor, 
 def _check_cover(model: Decoder, targets: Iterable[WeightTarget]) -> None:
     """Raise a RuntimeError unless the targets cover every parameter exactly once: filling them fills the model.
 
-    A quantiser keeps count of its matrices itself. They are on the meta device.
+    Matrices that become codes are left out here. They stay on the meta device, and the quantiser counts their parts.
     """
     covered: dict[int, int] = {}
     for target in targets:
