@@ -63,7 +63,7 @@ class LLM:
         """None until the first `submit`."""
 
     def __init_subclass__(cls) -> None:
-        """Refuse a subclass that overrides `step`, which only the original nano-vLLM's `generate` calls."""
+        """Refuse a subclass with a `step` of its own: only the original nano-vLLM's `generate` calls this method."""
         if "step" in vars(cls):
             raise TypeError("generate does not call step(), so this method changes nothing; observe() sees each step")
 
@@ -118,14 +118,15 @@ class LLM:
     ) -> list[Request]:
         """Turn prompts into requests: read, tokenise and validate them. Every list of prompts goes this way.
 
-        `tokenise_prompts` explains the other arguments.
-
         Args:
             sampling_params: a SamplingParams for all prompts, or a list with one per prompt.
+            kind: what error messages call a prompt.
+            add_special_tokens: put the tokenizer's special tokens around each text.
+            show: draw a progress bar if tokenising takes longer than a second.
         """
         count = len(prompts)
         params = _list_params(sampling_params, count)
-        if default := self.engine.facts.pooling.prompt:
+        if default := self.engine.facts.pooling.prompt:  # some models that embed want a text before each prompt
             from nanovllm.features.scoring.embedding import add_default_prompt
 
             prompts = add_default_prompt(prompts, params, default)
@@ -174,7 +175,10 @@ class LLM:
                 self.engine.observers.remove(bar)
 
     def _plan_order(self, requests: Iterable[Request | None], lora_request: Any) -> Order:
-        """Return the order of the requests of one run. Only a list can have another order than the given one."""
+        """Return the order of the requests of one run. Only a list can have another order than the given one.
+
+        The order hands the requests to the engine, and knows the number of each in the caller's list.
+        """
         if isinstance(requests, list) and lora_request is not None:
             from nanovllm.features.adapters.groups import group_requests
 
@@ -500,8 +504,8 @@ class LLM:
             named_tensors: (name in a checkpoint, tensor of any floating dtype, on any device). The LM head of a tied
                 model must equal the embedding. All pairs are read before the load begins. So if this is a generator,
                 its code may use the engine, for example call `generate`.
-            finish: False says that more calls follow. No request runs until the whole model has come, or the last of
-                these calls.
+            finish: False says that more calls follow. Until the last of them no request runs, unless the whole model
+                has come before.
 
         Raises:
             ValueError: a name or a shape is wrong, or a tied model's head is not its embedding, and this call has
@@ -571,7 +575,8 @@ def _count_tokens(step: ScheduledStep) -> int:
     """Return the number of tokens of a step; the negative number if the step only decoded.
 
     Two tests show that it only decoded. Each of its tokens gave a sample. And none of its tokens is of a prompt: the
-    last token of a prompt gives a sample, too.
+    last token of a prompt gives a sample, too. The second test may compare the plan's sequences with `step.seqs`,
+    which are those that sample: after the first test they are the same.
     """
     plan = step.plan
     lengths = [seq.num_prompt_tokens for seq in step.seqs]

@@ -62,13 +62,14 @@ class BlockManager:
     two blocks with equal digests are not taken for each other, nor are two blocks whose parents have equal digests,
     whichever parent was evicted and whichever was registered in its place.
 
-    To agree takes O(1) time, because a sequence takes over each content that it finds: the parents of two equal
-    contents are one object. They are two objects only if the parent was evicted before its child, and computed anew.
-    Then `are_equal` goes on to the parents' parents, up to the first that are one object.
+    This comparison takes O(1) time. A sequence that finds a block keeps the block's content in place of its own equal
+    one. So the parents of two equal contents are one object, and `are_equal` need not look into it. They are two
+    objects only if the parent was evicted before its child, and computed anew. Then `are_equal` goes on to the parents'
+    parents, up to the first that are one object.
     """
 
     _digest = staticmethod(prefix_digest)
-    """Hashes a block, and with it all tokens before the block."""
+    """Hashes a block, and with it all tokens before the block. Tests put a function here whose digests collide."""
 
     def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True) -> None:
         self.num_blocks = num_blocks
@@ -237,7 +238,7 @@ class BlockManager:
             if found is None or not are_equal(found, content):
                 return None
             contents[index] = found
-            if index + 1 < len(contents):
+            if index + 1 < len(contents):  # the next content names the parent that was replaced just now
                 digest, _, tokens = contents[index + 1]
                 contents[index + 1] = (digest, found, tokens)
         return block

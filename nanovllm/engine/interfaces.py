@@ -92,7 +92,12 @@ class Scorer(Protocol):
         """Learn that a row is free."""
 
     def choose_targets(self, rows: Rows, ends: IntArray) -> tuple[IntArray, IntArray, list[Scored], NDArray[np.bool_]]:
-        """Choose the targets of the next step: see `Scoring.choose_targets`."""
+        """Choose the targets of the next step, which computes each row's tokens before `ends`.
+
+        Returns:
+            How many targets each row has; all targets, as in `StepPlan.targets`; the sequences that have some; and for
+            each row whether its sequence has output.
+        """
 
     def give(self, scored: Seq[Scored], result: StepResult) -> list[tuple[Sequence, FinishReason]]:
         """Give sequences the scores or embeddings of a step. Return the sequences that end with them, and how."""

@@ -110,7 +110,7 @@ class LLMEngine:
             runner: `ModelRunner` on one device; `LeadingRunner` (distributed/) for several ranks, which are processes
                 that share one model.
             make_editor: called when the first request asks for edits: changes of logits, such as penalties or masks.
-            parse: see `make_output`.
+            parse: reads more out of an answer than its text, such as calls of tools; None: there is only text.
         """
         self.config = config
         self.runner = runner
@@ -202,6 +202,7 @@ class LLMEngine:
         seed = derive_seed(self.config.seed, number) if params.seed is None else params.seed
         lead = self._queue(request, params, seq_id, seed & MASK_64)
         if params.n > 1:
+            # All completions have the same prompt, so the first one alone scores it.
             params = replace(params, prompt_logprobs=None, prompt_logprob_start=0)
             seeds = [derive_seed(seed, i) for i in range(1, params.n)]
             lead.others = [self._queue(request, params, seq_id + i, s, lead) for i, s in enumerate(seeds, 1)]
@@ -280,10 +281,11 @@ class LLMEngine:
     ) -> Generator[list[Sequence], None, None]:
         """Run requests. After each step, yield the leads of the requests that the step ended.
 
-        If `requests` yields None, no request is ready now. Then `run` asks again after its next step. But if all
-        requests that it took have ended, None ends the run, as the end of `requests` does. A Ctrl-C in a step is
-        raised after the ended requests were yielded. A second Ctrl-C closes the engine and is raised at once. When the
-        generator ends, even by an error, unfinished requests are aborted.
+        If `requests` yields None, no request is ready now. Then `run` asks again after its next step. If all requests
+        that it took have ended, there is no next step: then None ends the run, as the end of `requests` does.
+
+        A Ctrl-C in a step is raised after the ended requests were yielded. A second Ctrl-C closes the engine and is
+        raised at once. When the generator ends, even by an error, unfinished requests are aborted.
 
         Args:
             holder: the activity that the run belongs to.
@@ -292,10 +294,11 @@ class LLMEngine:
         # that step alone.
         with self.claim.held_by(holder):
             self._has_noted_limit = False
-            hold = HoldInterrupt(on_second=self.close)
+            hold = HoldInterrupt(on_second=self.close)  # in a block `with hold`, a first Ctrl-C waits for the end
             unfinished: set[Sequence] = set()
             try:
-                with self.claim.work():  # a Ctrl-C may have ended an earlier run within its _end_run()
+                with self.claim.work():
+                    # An earlier run may have left requests behind, if a Ctrl-C broke off its _end_run().
                     self._kept_error = None
                     self.abort_all()
                 incoming = iter(requests)
@@ -357,7 +360,7 @@ class LLMEngine:
         self.raise_kept()
         self._ended = []
         try:
-            clock = Clock()
+            clock = Clock()  # span() ends and names a part of the host's time; resume() leaves out the time before it
             step = self._plan(clock)
             if step is not None:
                 is_edited = bool(self.scheduler.edited_rows)
@@ -374,7 +377,7 @@ class LLMEngine:
                 self._read_oldest()
         except BaseException as error:
             self._recover()
-            if not self._ended or not isinstance(error, Exception):
+            if not self._ended or not isinstance(error, Exception):  # a KeyboardInterrupt does not wait
                 raise
             self._kept_error = error
         return self._ended
@@ -452,8 +455,8 @@ class LLMEngine:
         Otherwise drop every sequence and the prefix cache, because the KV cache may now hold wrong values.
         """
         if self.closed:
-            # An observer, a second Ctrl-C or another thread has closed the engine. When the caller's `with
-            # claim.work()` ends, it calls `_free`. Nothing waits for the other steps in flight.
+            # An observer, a second Ctrl-C or another thread has closed the engine during this step. Its memory is
+            # freed when the caller's `with claim.work()` ends: that calls `_free`, which drops the steps in flight.
             return
         if (reason := self.runner.reason_to_close()) is not None:
             logger.error("the engine is closed: %s", reason)

@@ -95,8 +95,8 @@ class StepPlan(NamedTuple):
         token_ids: int32 [num_tokens], the ids of the tokens to compute, sequence after sequence. The drafts of a
             sequence are its last ids. LAST_TOKEN stands for the token that the device sampled last for the row.
         targets: int32 [sum of num_scored], sequence after sequence: the prompt tokens whose log-probability is wanted.
-            The last target may be the first token of the next chunk. EMBED asks for a hidden state instead: that
-            of the token whose logits would score a target in its place.
+            The last target may be the first token of the next chunk. EMBED stands in the place of a target, and asks
+            for the hidden state of the token whose logits would score this target.
         block_entries: int32 [n, 3], new (row, index, block) entries of the block tables.
         new_rows: ROW_SAMPLING [n], the sampling values of rows that have a new owner.
     """

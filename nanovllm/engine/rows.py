@@ -23,7 +23,7 @@ class RowTable:
 
     The counts are flat arrays, because each step visits all rows:
 
-        num_computed      tokens whose KV is in the cache when all launched steps have run
+        num_computed      tokens whose KV is in the cache when all launched steps have run: before the next step
         num_known         tokens whose ids the host has read
         num_tokens        known tokens, and placeholders: tokens that launched steps will sample
         num_needed        the most tokens that are ever computed: `Sequence.num_needed`
@@ -55,10 +55,10 @@ class RowTable:
         """The host sends the ids of tokens with an index below this. For later tokens that are no drafts it sends
         LAST_TOKEN, and the device uses the token that it sampled last."""
         self.unchecked_until = np.zeros(num_elements, np.int32)
-        """While num_known is at most this, only a stop token or a failed sample can end the sequence. Above it, the
-        length limit can, too. With stop strings or a grammar the value is 0: num_known is always larger, so
-        `Sequence.check_end` sees every token. The value for NO_ROW is below every count: `check_end` also sees each
-        token of a sequence without row."""
+        """If num_known is larger than this, `Sequence.check_end` must see the row's new tokens. Otherwise only a stop
+        token or a failed sample can end the sequence. The value is usually one token below the length limit. With stop
+        strings or a grammar it is 0, because these must see every token. For NO_ROW it is below every count: each token
+        of a sequence without a row is seen, too."""
         self.unchecked_until[NO_ROW] = np.iinfo(np.int32).min
         self.released_at = np.zeros(num_elements, np.int64)
         self.num_releases = 0
@@ -222,7 +222,7 @@ class BlockTables:
             row = int(rows[i])
             num_full = int(known[i]) // size
             seq = self._table.resident[row]
-            first = int(self._next_full[row]) // size - 1
+            first = int(self._next_full[row]) // size - 1  # the index of the block that ends at _next_full
             next_full = (num_full + 1) * size
             for index in range(first, num_full):
                 if not self.manager.register(seq, index):
@@ -246,5 +246,6 @@ def pack_sampling(seqs: Seq[Sequence], vocab_size: int) -> NDArray[Any]:
         seed = (seq.seed & 0xFFFFFFFF, seq.seed >> 32 & 0xFFFFFFFF)
         counts = (NO_LOGPROBS if k is None else min(k, vocab_size) for k in (params.logprobs, params.prompt_logprobs))
         is_edited = seq.edits is not None
+        # In the order of the fields of ROW_SAMPLING.
         rows.append((seq.row, *values.values(), *seed, *counts, is_edited))
     return np.array(rows, ROW_SAMPLING)

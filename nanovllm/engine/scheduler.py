@@ -33,10 +33,10 @@ class Scheduler:
     admitted, in order. Drafts (guessed tokens that a step verifies) get what is left of the budget.
 
     A prompt that does not fit into the budget is computed in chunks, over several steps. Only the sequence that was
-    admitted last can be in this state. The reason: a sequence is admitted only by a step that computes all remaining
-    tokens of the earlier sequences. That step gave each of them at least one token, and stayed within the budget. From
-    then on each of them needs at most one token per step: so these fit the budget, too. (In a pipeline, which sets
-    `choose_running`, other prompts may be computed in chunks, too.)
+    admitted last can be in this state. The reason: a step admits a sequence only if budget is left when it has given
+    every earlier sequence all its remaining tokens. These were at least one token for each, so the budget has one for
+    each of them in later steps, too, and they need no more. (In a pipeline, which sets `choose_running`, other prompts
+    may be computed in chunks, too.)
 
     A step that preempts a sequence admits no sequence: the first in the queue is the preempted sequence, which has just
     lost its blocks to others. The step verifies no drafts either, because drafts take blocks, too.
@@ -187,6 +187,7 @@ class Scheduler:
             budget -= end - num_cached
             self._move_in(seq, num_cached)
             self.blocks.start(seq, hits, num_new)
+            # At once, so that the next sequence of this loop can find these blocks.
             self.blocks.register(np.array([seq.row]), np.array([end], np.int32))
             admitted.append(seq)
             new_ends.append(end)
@@ -235,7 +236,8 @@ class Scheduler:
         if self.scoring is not None and self.scoring.seqs:
             num_scored, targets, scored, has_output = self.scoring.choose_targets(rows, ends)
             is_complete &= has_output
-        # A complete row samples 1 token, and 1 more for each draft. `ends` counts drafts, and `num_before` does not.
+        # A complete row samples 1 token, and 1 more for each draft. `ends` counts drafts, and `num_before` does not:
+        # with 5 tokens and 2 drafts they are 7 and 5, and the row samples 3 tokens.
         if np.count_nonzero(is_complete) == len(rows):
             sampling = rows
             num_sampled = ends + 1 - num_before
@@ -243,6 +245,7 @@ class Scheduler:
             sampling = rows[is_complete]
             num_sampled = np.zeros(len(rows), np.int32)
             num_sampled[is_complete] = (ends + 1 - num_before)[is_complete]
+        vocab_size = len(self.may_stop) - 1  # its last element is for FAILED
         plan = StepPlan(
             rows=rows.astype(np.int32),
             num_computed=num_computed,
@@ -252,7 +255,7 @@ class Scheduler:
             token_ids=self._fill_token_ids(rows, num_computed, ends, num_tokens),
             targets=targets,
             block_entries=self.blocks.take_new_entries(),
-            new_rows=pack_sampling(admitted, len(self.may_stop) - 1),
+            new_rows=pack_sampling(admitted, vocab_size),
         )
         table.count_launched(rows, ends, num_before + num_sampled)
         # In most steps every resident sequence decodes: then `sampling` is still the array that the table made.
@@ -293,11 +296,11 @@ class Scheduler:
             for seq, reason in self.scoring.give(step.scored, result):
                 self.end(seq, reason)
                 finished.append(seq)
-        # Two numberings meet here. A sequence has a number in the step: seqs[i], num_new[i] and may_end[i] are its. A
-        # token has a number in the result: receivers[k] and logprobs[k] are for token k. They are the same as long as
-        # each sequence gets one token.
+        # Two numberings meet here. Sequence i of the step is seqs[i]: it gets num_new[i] tokens, and may_end[i] says
+        # whether one of them may end it. Token k of the result goes to receivers[k], and has logprobs[k]. As long as
+        # each sequence gets one token, i and k are the same.
         seqs = step.seqs
-        num_new = None
+        num_new = None  # one token for each sequence
         no_row_moved = step.num_releases == table.num_releases
         if no_row_moved and len(result.token_ids) == len(seqs):
             receivers = seqs  # token k is for seqs[k]
@@ -416,10 +419,12 @@ class Scheduler:
         A step in flight may still write into these blocks. Example: a sequence ends with a stop token, and the next
         step is in flight and computes that token. The token's keys and values go to a block that may have a new owner
         by then. The step of the new owner is launched later, and the device runs steps in order, so the new owner's
-        keys and values replace them. A second example: a sequence is preempted while the step in flight computes its
-        prompt. Its blocks stay in the prefix cache, and another sequence finds one of them and only reads it. The step
-        in flight still writes into this block. This is harmless: a block can be found only if the ids of all its tokens
-        are known, so this write stores the same keys and values once more.
+        keys and values replace them.
+
+        A second example: a sequence is preempted while the step in flight computes its prompt. Its blocks stay in the
+        prefix cache, and another sequence finds one of them. The finder only reads this block, and the step in flight
+        still writes into it. This is harmless: a block can be found only if the ids of all its tokens are known, so the
+        write stores the same keys and values once more.
         """
         self.blocks.release(seq)
         if self.scoring is not None:

@@ -100,9 +100,9 @@ class PromptScores:
 
     Attributes:
         next_target: index of the first prompt token whose score is wanted and is not planned yet. It is at least the
-            number of prompt tokens if none is left to score. If the prompt is embedded, this is i + 1,
-            where i is the first token whose hidden state is wanted and not planned yet. Token i must be computed both
-            for its state and for the score of token i + 1.
+            number of prompt tokens if none is left to score. A score needs the token before the scored one to be
+            computed. So if the prompt is embedded, this index is counted likewise: the token before it is the first
+            one whose hidden state is wanted and is not planned yet.
         logprobs: {token id: log-probability} per prompt token whose score was read. Tokens that are not scored have
             None.
         embedding: the sum of the wanted hidden states that were read, float64 [hidden]; None before the first one.
@@ -163,9 +163,9 @@ class Sequence:
         """If the prompt is embedded, the indices of the tokens whose hidden states its vector is made of."""
         self.num_needed = self.pooled.stop if params.embed else max(self.limit - 1, 1)
         """At most this many tokens are computed. A prompt that is embedded is computed up to the last hidden state that
-        is wanted. Otherwise the last of `limit` tokens is not computed: no token follows it, and its own score comes
-        from the logits of the token before it. The least value is 1, so that a prompt of one token that is only scored
-        takes part in one step."""
+        is wanted. Otherwise all of `limit` tokens but the last are computed: no token follows that one, and its own
+        score comes from the logits of the token before it. At least one token is computed: a prompt of one token that
+        is only scored takes part in one step, too."""
         self.scores: PromptScores | None = None
         """The scores or the embedding of the prompt; None if the request asks for neither. `Scoring` sets it."""
         self._eos_ids = frozenset[int]() if params.ignore_eos else eos_token_ids

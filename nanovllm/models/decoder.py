@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from nanovllm.config import ResolvedConfig
 
 POSITIONS_AT_A_TIME = 2048
-"""`make_rotary_table` computes so many rows at a time: of a whole table, several copies would stay in the process."""
+"""`make_rotary_table` computes so many rows at a time. It needs several copies of them, and their memory stays in the
+process: of a whole table it would be too much."""
 
 
 def make_rotary_table(config: "PretrainedConfig", num_positions: int) -> Tensor:
@@ -76,6 +77,7 @@ def share_heads(config: "PretrainedConfig", parallel: Parallel) -> tuple[range, 
         ValueError: the ranks cannot share the heads evenly.
     """
     total = config.num_key_value_heads
+    # If the number of ranks is a multiple of the number of KV heads, each rank has one of these heads.
     num_kv_heads = 1 if parallel.size % total == 0 else parallel.shard(total, "num_key_value_heads")[1]
     first_kv_head = parallel.share * total // parallel.size
     first, count = parallel.shard(config.num_attention_heads, "num_attention_heads")
@@ -132,6 +134,7 @@ class Attention(nn.Module):
             heads, kv_heads: the numbers of the query heads and KV heads that this rank has.
         """
         dim = self.head_dim
+        # A part's name in the checkpoint, its output features, and of these the first of this rank and their number.
         parts = [
             Part(name, total * dim, mine.start * dim, len(mine) * dim)
             for name, total, mine in (
@@ -148,7 +151,10 @@ class Attention(nn.Module):
         return self.backend.allocate_cache(shape, size.kv_dtype, device)
 
     def forward(self, x: Tensor, cos_sin: Tensor, cache: KVCache, inputs: StepInputs) -> Tensor:
-        """x [num_tokens, hidden] -> [num_tokens, hidden]; the tokens' keys and values are stored in the cache first."""
+        """x [num_tokens, hidden] -> [num_tokens, hidden]; the tokens' keys and values are stored in the cache first.
+
+        `norm_rope_store` does this: it norms and rotates queries and keys, stores keys and values, and returns queries.
+        """
         norms = NormRope(self.q_norm, self.k_norm, self.eps, cos_sin)
         q = self.backend.norm_rope_store(self.qkv_proj(x), norms, inputs.positions, cache, inputs.slots)
         attended = self.backend.attend(q, cache, inputs, self.scale, self.variant)

@@ -88,7 +88,8 @@ def attend_reference(
     start = 0
     for query_len, seq_len, table in zip(query_lens, seq_lens.tolist(), inputs.block_tables.unbind(0), strict=True):
         blocks = table[: ceil_div(seq_len, block_size)]
-        # Small models spend most of a step here, and index_select is faster than indexing with [].
+        # Put the sequence's blocks one after another: [kv head, token, ...]. Small models spend most of a step here,
+        # and index_select is faster than indexing with [].
         k, v, *scales = [side.index_select(0, blocks).transpose(0, 1).flatten(1, 2) for side in sides]
         if scales:
             k, v = (side.float() * scale_of[..., None] for side, scale_of in zip((k, v), scales, strict=True))

@@ -153,6 +153,7 @@ def filter_reference(z: Tensor, values: SamplingValues, host: SamplingValues | N
         weights = torch.where(descending >= kth, descending, -math.inf).exp()
         cumulative = weights.cumsum(1)
         total = torch.where(z >= kth, z, -math.inf).exp().sum(1, keepdim=True)
+        # The index of the token at which the sum reaches top_p times the total: the one that is added last.
         crossing = (cumulative < top_p.unsqueeze(1) * total).sum(1, keepdim=True)
         crossing = crossing.clamp(max=descending.shape[1] - 1)
         at_crossing = descending.gather(1, crossing)

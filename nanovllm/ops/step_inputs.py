@@ -91,7 +91,7 @@ def step_inputs_reference(
         seq_lens=seq_lens,
         block_tables=block_tables,
         rows=rows,
-        num_decodes=num_seqs,
+        num_decodes=num_seqs,  # as in a step that is recorded; `with_lengths` has the number of any other step
     )
 
 

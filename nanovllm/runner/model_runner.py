@@ -78,8 +78,10 @@ class ModelRunner:
         self.hf_config = hf_config
         self.backend = make_backend(config.attention_backend, self.device)
         self.sizes = Sizes(hf_config, parallel.size, decoder)
+        # `sizes` has a plain Backend of its own. A layer may pad its heads to a length that a backend has kernels for.
+        # So its cache is counted right only with this backend's lengths.
         self.sizes.backend.head_dims = self.backend.head_dims  # type: ignore[misc]  # of this backend alone
-        self.config = config = bound_length(self)
+        self.config = config = bound_length(self)  # lowers a max_model_len for which no cache can have room
         self.quantizer = quantizer
         self.decoder = decoder
         self._read_weights = read_weights
@@ -209,7 +211,10 @@ class ModelRunner:
         return self.run_model(self.make_inputs(num_seqs, num_seqs))
 
     def sample_decodes(self, inputs: StepInputs, hidden: Tensor) -> Tensor:
-        """Sample one token for each sequence of such a step, without edits. Returns int32 [num_seqs]."""
+        """Sample one token for each sequence of such a step, without edits. Returns int32 [num_seqs].
+
+        The sampled token's index in its sequence is the number of tokens before it: seq_lens.
+        """
         return self.sampler.sample(self.model.compute_logits(hidden), inputs.rows, inputs.seq_lens)[0]
 
     def make_inputs(self, num_seqs: int, num_tokens: int) -> StepInputs:
@@ -223,7 +228,10 @@ class ModelRunner:
         return self.backend.step_inputs(*planned, *tables, self.config.block_size)
 
     def run_model(self, inputs: StepInputs) -> tuple[StepInputs, Tensor]:
-        """Compute the hidden states of all tokens. Returns the inputs, prepared for attention, too."""
+        """Compute the hidden states of all tokens. Returns the inputs, prepared for attention, too.
+
+        Attention is prepared once for all layers, by the shape of any layer's keys and values.
+        """
         if (cache := next((cache for cache in self.caches if isinstance(cache, KVCache)), None)) is not None:
             num_heads = self.hf_config.num_attention_heads // self.parallel.size
             inputs = self.backend.prepare_attention(inputs, cache, num_heads)

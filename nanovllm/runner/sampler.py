@@ -48,15 +48,12 @@ def choose_samples(plan: StepPlan, inputs: StepInputs, backend: Backend) -> tupl
 
 
 class StepEdits(Protocol):
-    """The edits of one step's logits. The sampler samples such a step through it, on rank 0 alone."""
+    """The edits of one step's logits. `Sampler` calls their `sample` in place of `Backend.sample`, on rank 0 alone."""
 
     def sample(
         self, backend: Backend, logits: Tensor, table: Tensor, rows: Tensor, positions: Tensor
     ) -> tuple[Sampled, Tensor]:
-        """Sample from edited logits as `Backend.sample` does, and return these, too.
-
-        `logits` [n, vocab] themselves stay as they are.
-        """
+        """Sample as `Backend.sample` does, from an edited copy of `logits` [n, vocab]. Return this copy, too."""
 
 
 class Sampler:
