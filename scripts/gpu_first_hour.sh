@@ -14,7 +14,7 @@
 #     scripts/gpu_first_hour.sh 10   more of mixtures
 #     scripts/gpu_first_hour.sh pack nothing but the packing of compiled kernels
 # A call first says how long it takes at most. It writes one log, call-N.log, to $OUT (default: gpu-first-hour);
-# docs/benchmarks.md wants the figures in it. All compiled kernels are packed into one file beside the logs,
+# benchmarks/results wants the figures in it. All compiled kernels are packed into one file beside the logs,
 # triton-cache.tgz. A machine may keep nothing from call to call, and bring back few files. Then give that file to the
 # next call: scripts/gpu_first_hour.sh 2 triton-cache.tgz
 # What says most comes first, and the limits of a call's steps add up to its time: so each step has its time.

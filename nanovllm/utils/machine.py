@@ -63,7 +63,7 @@ def limit_threads() -> None:
     """Let torch use at most one thread for each physical core of one socket, unless OMP_NUM_THREADS is set.
 
     A second thread on a core adds nothing but waiting, because one keeps its arithmetic units busy. Threads of two
-    sockets wait for each other's memory: an engine on each socket does more (docs/benchmarks-log.md). More threads than
+    sockets wait for each other's memory: an engine on each socket does more (docs/using.md). More threads than
     a container's quota of processor time would all be stopped when it is used up.
     """
     if "OMP_NUM_THREADS" not in os.environ:

@@ -1,6 +1,6 @@
 """A decoder layer that multiplies few rows by the kernel of few_rows.py, in place of cuBLAS.
 
-An H200 has timed it: docs/benchmarks-log.md has the figures. The layers of Qwen3-0.6B are faster, and those of Qwen3-8B
+An H200 has timed it (docs/tried.md). The layers of Qwen3-0.6B are faster, and those of Qwen3-8B
 are slower. So the layers of small matrices take it, on the architecture that was timed, and all other layers do not.
 
 The activation and the sums with the residual belong to the products. A layer then has eight launches where it has nine:
