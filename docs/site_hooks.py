@@ -1,7 +1,7 @@
 """Hooks of mkdocs: add the pages of the project's root to the site, write links that leave it, and list the options.
 
-The README becomes a page, and so does each file of code to which a page links: the link leads to the definition. The
-project has no address of its own yet, so a link to any other file has no target: its words stay.
+The README becomes a page, and so does each file of code or figures to which a page links: a link to code leads to the
+definition. The project has no address of its own yet, so a link to any other file has no target: its words stay.
 """
 
 import ast
@@ -15,7 +15,7 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 from pygments import highlight
 from pygments.formatters import HtmlFormatter
-from pygments.lexers import PythonLexer
+from pygments.lexers import JsonLexer, PythonLexer
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
@@ -28,6 +28,8 @@ DEMO = "<!-- the demo -->"
 """Where the front page and the guide's first page link to the demo, a page that only the site has."""
 ESTIMATOR = "<!-- the estimator -->"
 """Where docs/estimator.md has its controls. They need a script, so only the site has them."""
+LEXERS = {".py": PythonLexer(), ".json": JsonLexer()}
+"""Of the files that become pages, by their suffix."""
 SOURCE_HEAD = """\
 <!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">
 """
@@ -84,16 +86,16 @@ def add_notebooks(files: Files, config: Any) -> None:
 
 
 def add_sources(files: Files, config: Any) -> None:
-    """Add a page of each Python file of the project to which a page links. Its lines have anchors: line-1, ..."""
+    """Add a page of each file of code or figures to which a page links. Its lines have anchors: line-1, ..."""
     pages = [ROOT / name for name in PAGES] + sorted((ROOT / "docs").rglob("*.md"))
     linked = {
         (page.parent / target.partition("#")[0]).resolve()
         for page in pages
         for _, _, target in LINK.findall(page.read_text(encoding="utf-8"))
     }
-    for path in sorted(path for path in linked if path.suffix == ".py" and path.is_relative_to(ROOT)):
+    for path in sorted(path for path in linked if path.suffix in LEXERS and path.is_relative_to(ROOT)):
         name = path.relative_to(ROOT).as_posix()
-        code = highlight(path.read_text(encoding="utf-8"), PythonLexer(), HtmlFormatter(lineanchors="line"))
+        code = highlight(path.read_text(encoding="utf-8"), LEXERS[path.suffix], HtmlFormatter(lineanchors="line"))
         code = re.sub(r'<a id="(line-\d+)"[^>]*></a>', r'<span id="\1"></span>', code)  # not a link without words
         code = code.replace("<pre>", '<pre tabindex="0">', 1)  # the arrow keys scroll it
         page = f"{SOURCE_HEAD}<title>{name}</title><style>{SOURCE_STYLE}</style><main><h1>{name}</h1>{code}</main>"
@@ -101,7 +103,7 @@ def add_sources(files: Files, config: Any) -> None:
 
 
 def name_source(path: Path) -> str:
-    """Return where the page of a file of code lies on the site."""
+    """Return where the page of a file of code or figures lies on the site."""
     return f"source/{path.relative_to(ROOT).as_posix()}.html"
 
 
@@ -179,7 +181,7 @@ def rewrite_links(text: str, folder: Path, site_folder: PurePosixPath) -> str:
         if path.is_relative_to(ROOT / "docs"):
             on_site = path.relative_to(ROOT / "docs").as_posix()
             return f"{image}[{words}]({relpath(on_site, site_folder)}{anchor})"
-        if path.suffix == ".py":
+        if path.suffix in LEXERS:
             line = f"#line-{find_line(path, symbol)}" if symbol else ""
             return f"[{words}]({relpath(name_source(path), site_folder)}{line})"
         return words
