@@ -1,7 +1,7 @@
 """Turn 200 product descriptions into records: python examples/extract.py [MODEL [COUNT]].
 
-The descriptions are made from known facts, so that each record can be compared with them. docs/structured.md shows the
-output.
+The descriptions are made from known facts, so that each record can be compared with them. docs/structured.md has
+the counts of a small model.
 """
 
 import json
