@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,6 +17,7 @@ import torch.nn.functional as F
 import transformers
 from helpers.adapters import save_adapter
 from helpers.any_models import CASES, compare, make_config, run_case, save_any
+from helpers.paths import ROOT
 from helpers.quantized import CHECKPOINTS, round_rows, run, save_quantised, save_with
 from helpers.tiny import CROWDED, draw_prompts, edit_json, make_tokenizer, save_random
 from safetensors.torch import load_file, save_file
@@ -64,8 +66,10 @@ def test_tokens_are_transformers(name: str, tmp_path: Path) -> None:
     assert found.worst < 1e-3
 
 
-def test_what_needs_no_proof_at_load_is_what_is_tested() -> None:
+def test_what_needs_no_proof_at_load_is_what_is_tested_and_what_the_page_lists() -> None:
     assert set(CASES) == proof.TESTED
+    page = (ROOT / "docs" / "any-model-compared.md").read_text()
+    assert re.findall(r"^\| `(\w+)` ", page, re.MULTILINE) == sorted(CASES)
 
 
 @pytest.mark.parametrize("name", ["Gemma2ForCausalLM", *KINDS, "MiniCPM3ForCausalLM"])
