@@ -33,7 +33,7 @@ ROW_SAMPLING = np.dtype(
 )
 """The sampling values of a row. A plan carries them once, when a sequence moves in. Every field has 4 bytes. So an
 array of n elements can be read as an int32 table with n rows and a column for each field: the packed sampling values.
-The 32 bits of a float stand in this table as an integer. docs/architecture.md says how a parameter is added."""
+The 32 bits of a float stand in this table as an integer. docs/recipes.md says how a parameter is added."""
 
 SAMPLING_COLUMNS = {name: column for column, name in enumerate(ROW_SAMPLING.names or ())}
 """{a field of ROW_SAMPLING: its column in a table of packed sampling values, int32 [num_rows, all fields]}."""

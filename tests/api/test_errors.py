@@ -704,7 +704,7 @@ ELSEWHERE = {
     "hostile values": {"prompt_logprobs", "prompt_logprob_start", "embed", "structured_outputs"},
     "the mix": {"prompt_logprob_start", "embed", "detokenize"},
 }
-"""The parameters for which steps 5 and 6 of the recipe in docs/architecture.md have another place than the usual one.
+"""The parameters for which steps 5 and 6 of the recipe in docs/recipes.md have another place than the usual one.
 
 Jobs have fields of OpenAI's for the first three, and no line may ask for the others. The tests of scores and vectors
 have values of their own."""

@@ -349,7 +349,7 @@ def test_every_path_that_a_page_for_contributors_names_exists():
     package = ("nanovllm", "nanovllm/features", "nanovllm/features/families", "nanovllm/apps")
     folders = ("", "docs", "tests", *package)
     missing = []
-    for page in ("CONTRIBUTING.md", "docs/architecture.md"):
+    for page in ("CONTRIBUTING.md", "docs/architecture.md", "docs/recipes.md"):
         for name in re.findall(r"`([\w./-]+(?:\.py|\.md|/))`", (ROOT / page).read_text()):
             if not any((ROOT / folder / name).exists() for folder in folders):
                 missing.append((page, name))

