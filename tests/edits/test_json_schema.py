@@ -425,6 +425,9 @@ PLACES: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
 @example(place="anyOf", one={"minimum": -1.5}, two={"exclusiveMaximum": -1})
 @example(place="type list", one={"minimum": -0.5}, two={"exclusiveMaximum": 0})
 @example(place="reference", one={"exclusiveMinimum": 10}, two={"exclusiveMaximum": 10.5})
+@example(place="integer", one={"exclusiveMinimum": 2**53}, two={})
+@example(place="type list", one={"exclusiveMaximum": 1e17}, two={"minimum": 5})
+@example(place="allOf", one={"exclusiveMinimum": -1e17}, two={"maximum": 2**53})
 def test_no_number_is_taken_that_is_at_an_excluded_bound_or_just_outside_of_any(
     place: str, one: dict[str, float], two: dict[str, float]
 ) -> None:

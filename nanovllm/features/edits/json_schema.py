@@ -142,8 +142,9 @@ def _include_bounds(parts: Sequence[dict[str, Any]]) -> None:
     """Write excluded bounds that llguidance would not keep as bounds that are not excluded.
 
     It takes 1 for a number above 1 that is at most 1.5, say: the excluded bound is whole, and the other bound is less
-    than 1 away. allOf, anyOf and $ref may join the bounds of any two parts, so all parts are looked at. The new bound
-    is as near to the old one as float64 can tell, or a billionth of the way to the other bound.
+    than 1 away. It also takes one of 2**53 or more, where its step of 1 is no number of float64. allOf, anyOf and $ref
+    may join the bounds of any two parts, so all parts are looked at. The new bound is as near to the old one as float64
+    can tell, or a billionth of the way to the other bound.
     """
     for kind, opposite, sign in (("Minimum", "Maximum", 1), ("Maximum", "Minimum", -1)):
         excluding = f"exclusive{kind}"
@@ -156,8 +157,9 @@ def _include_bounds(parts: Sequence[dict[str, Any]]) -> None:
                 continue
             nearest = bisect_right(ahead, sign * bound)
             gap = ahead[nearest] - sign * bound if nearest < len(ahead) else 1.0
-            if gap < 1:
-                moved = bound + sign * max(gap / 1e9, math.ulp(bound))
+            if gap < 1 or abs(bound) >= _EXACT:
+                next_one = math.nextafter(bound, sign * math.inf)
+                moved = sign * max(sign * next_one, sign * bound + min(gap, 1.0) / 1e9)
                 del part[excluding]
                 part[kind.lower()] = moved if known is None else sign * max(sign * known, sign * moved)
 
