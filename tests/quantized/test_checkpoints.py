@@ -31,7 +31,7 @@ from benchmarks.evidence.bench_loading import AT_LOAD, measure
 from benchmarks.random_checkpoint import write_random_checkpoint
 from nanovllm import LLM
 from nanovllm.backends.cpu.quantized import quantized_library
-from nanovllm.features.quantized.checkpoints import Awq, Gptq, PackQuantized, find_format
+from nanovllm.features.quantized.checkpoints import find_format
 from nanovllm.features.quantized.codes import Codes
 from nanovllm.features.quantized.formats import MADE_AT_LOAD, Format
 from nanovllm.features.quantized.loading import count_bytes
@@ -104,7 +104,9 @@ def test_what_loops_pack_is_unpacked(
     for is_v1 in (True, False):
         zeros = pack_rows(made.zeros.T - int(is_v1), bits)
         tensors = {"qweight": words, "qzeros": zeros, "scales": scales, "g_idx": made.groups}
-        codes = Gptq("gptq", bits, size, is_v1=is_v1).convert(tensors, *weight.shape)
+        layout = "gptq" if is_v1 else "gptq_v2"
+        config = GPTQ | {"bits": bits, "group_size": size, "checkpoint_format": layout}
+        codes = read(config).convert(tensors, *weight.shape)
         assert torch.equal(codes.dequantize(), made.mean())
         assert (codes.order is None) == (find_order(made.groups, size) is None)
     packed = pack_rows(made.numbers, bits)
@@ -113,13 +115,14 @@ def test_what_loops_pack_is_unpacked(
     tensors["weight_shape"] = torch.tensor(weight.shape)
     with_zeros = tensors | {"weight_zero_point": packed_zeros}
     for stored in (with_zeros, tensors) if symmetric else (with_zeros,):
-        codes = PackQuantized("compressed-tensors", bits, size).convert(stored, *weight.shape)
+        settings = scheme(num_bits=bits, group_size=size, symmetric="weight_zero_point" not in stored, actorder="group")
+        codes = read(CHECKPOINTS["packed"][0] | settings).convert(stored, *weight.shape)
         assert torch.equal(codes.dequantize(), made.mean())
     if bits == 4 and not shuffle:
         order = (0, 2, 4, 6, 1, 3, 5, 7)
         words = pack_rows(made.numbers.T, 4, order)
         tensors = {"qweight": words, "qzeros": pack_rows(made.zeros.T, 4, order), "scales": scales}
-        codes = Awq("awq", 4, size).convert(tensors, *weight.shape)
+        codes = read(CHECKPOINTS["awq"][0] | {"group_size": size}).convert(tensors, *weight.shape)
         assert torch.equal(codes.dequantize(), made.mean())
 
 
@@ -140,7 +143,7 @@ def test_zeros_of_gptq_that_borrowed_are_whole_again() -> None:
     word = sum((int(zero) - 1) << 4 * i for i, zero in enumerate(zeros[0])) % 2**32
     qzeros = torch.tensor([[word - 2**32 if word >= 2**31 else word]], dtype=torch.int32)
     tensors = {"qweight": torch.zeros(1, 8, dtype=torch.int32), "qzeros": qzeros, "scales": torch.ones(1, 8)}
-    codes = Gptq("gptq", 4, 8).convert(tensors, 8, 8)
+    codes = read(GPTQ | {"group_size": 8}).convert(tensors, 8, 8)
     assert codes.zeros is not None
     assert codes.zeros.flatten().tolist() == zeros[0].tolist()
 

@@ -1,15 +1,14 @@
 """The formats of quantised checkpoints: which one a model has, and how its tensors become codes."""
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
 from torch import Tensor
 
 from nanovllm.features.quantized.codes import Codes
 from nanovllm.features.quantized.formats import INT8_DYNAMIC, MADE_AT_LOAD, W8A8, Format, RawTensors
-from nanovllm.features.quantized.unpack import AWQ_ORDER, Floats4, ScaledFloats, make_codes, unpack_words
+from nanovllm.features.quantized.unpack import AWQ_ORDER, Floats4, ScaledFloats, make_codes, unpack
 from nanovllm.models.model_folder import SETTINGS_FILE
 from nanovllm.utils.checks import as_integer, quote
 from nanovllm.utils.integers import ceil_div
@@ -20,170 +19,170 @@ if TYPE_CHECKING:
 Config = Mapping[str, Any]
 """The quantization_config of a config.json."""
 
-SCALE_DTYPES = ("F32", "F16", "BF16")
+WORDS = ("I32",)
 INTEGERS = ("I32", "I64")
+SCALES = ("F32", "F16", "BF16")
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One of the tensors that make a matrix [out, in] in a checkpoint.
+
+    Attributes:
+        role: what it has: "codes", "scales", "zeros", "columns" (the group of each), "shape", or "unused" numbers.
+        axes: its shape: "out in", say. See `TableFormat.measure` for other names. "out*" is an axis of words, of which
+            each has several outputs, and "1" and "2" are sizes.
+        dtypes: the number formats that it may have.
+        is_optional: whether a checkpoint may lack it.
+    """
+
+    role: str
+    axes: str
+    dtypes: tuple[str, ...]
+    is_optional: bool = False
+
+
+Table = Mapping[str, Stored]
+"""{suffix of a tensor's name: how it is stored}, of all tensors that make a matrix. The first of a role counts."""
+
+AWQ: Table = {
+    "qweight": Stored("codes", "in out*", WORDS),
+    "qzeros": Stored("zeros", "groups out*", WORDS),
+    "scales": Stored("scales", "groups out", SCALES),
+}
+"""AWQ's "gemm" (Lin et al. 2023, https://arxiv.org/abs/2306.00978)."""
+
+GPTQ: Table = {
+    "qweight": Stored("codes", "in* out", WORDS),
+    "qzeros": Stored("zeros", "groups out*", WORDS),
+    "scales": Stored("scales", "groups out", SCALES),
+    "g_idx": Stored("columns", "in", INTEGERS, is_optional=True),
+}
+"""GPTQ (Frantar et al. 2022, https://arxiv.org/abs/2210.17323), as auto-gptq and gptqmodel save it."""
+
+PACKED: Table = {
+    "weight_packed": Stored("codes", "out in*", WORDS),
+    "weight_scale": Stored("scales", "out groups", SCALES),
+    "weight_shape": Stored("shape", "2", INTEGERS),
+    "weight_zero_point": Stored("zeros", "out* groups", WORDS),
+    "weight_g_idx": Stored("columns", "in", INTEGERS),
+}
+"""compressed-tensors' pack-quantized, with all that it may have."""
+
+BYTES: Table = {
+    "weight": Stored("codes", "out in", ("I8",)),
+    "weight_scale": Stored("scales", "out groups", SCALES),
+    "weight_zero_point": Stored("zeros", "out groups", ("I8",)),
+}
+"""compressed-tensors' int-quantized, with all that it may have. No scale of activations is read."""
+
+FLOAT8: Table = {
+    "weight": Stored("codes", "out in", ("F8_E4M3",)),
+    "weight_scale_inv": Stored("scales", "rows columns", (*SCALES, "F8_E8M0"), is_optional=True),
+    "weight_scale": Stored("scales", "rows columns", (*SCALES, "F8_E8M0"), is_optional=True),
+    "input_scale": Stored("unused", "1", SCALES, is_optional=True),
+}
+"""FP8. Two names are in use for the same scales. Activations, which have one, too, are not quantised here."""
 
 ORDERED = ("group", "dynamic", True)
 UNORDERED = ("weight", "static", False, None)
 """compressed-tensors' spellings of actorder: with the first ones a checkpoint has weight_g_idx."""
 
 
-@dataclass(frozen=True)
-class Awq(Format):
-    """AWQ's "gemm" (Lin et al. 2023, https://arxiv.org/abs/2306.00978)."""
+def leave_out(table: Table, *roles: str) -> Table:
+    """Return a table without the tensors of some roles."""
+    return {suffix: stored for suffix, stored in table.items() if stored.role not in roles}
 
-    suffixes: ClassVar[tuple[str, ...]] = ("qweight", "qzeros", "scales")
 
-    def list_tensors(self, prefix: str, names: Collection[str], out: int, size: int) -> RawTensors:
-        if out % 8:
-            raise ValueError(f"{prefix}: AWQ packs 8 outputs in a word, and {out} is not a multiple of 8")
-        groups = self.count_groups(size)
-        return {
-            "qweight": ((size, out // 8), ("I32",)),
-            "qzeros": ((groups, out // 8), ("I32",)),
-            "scales": ((groups, out), SCALE_DTYPES),
-        }
-
-    def convert(self, tensors: Mapping[str, Tensor], out: int, size: int) -> Codes:
-        numbers = unpack_words(tensors["qweight"], 4, AWQ_ORDER).T
-        zeros = unpack_words(tensors["qzeros"], 4, AWQ_ORDER).T.contiguous()
-        return make_codes(numbers, tensors["scales"].T.contiguous(), zeros, 4, self.group_size or size)
+def share_scale(table: Table) -> Table:
+    """Return a table with one scale for a whole matrix, and one zero."""
+    shared = ("scales", "zeros")
+    return {suffix: replace(own, axes="1") if own.role in shared else own for suffix, own in table.items()}
 
 
 @dataclass(frozen=True)
-class Gptq(Format):
-    """GPTQ (Frantar et al. 2022, https://arxiv.org/abs/2210.17323), as auto-gptq and gptqmodel save it.
+class TableFormat(Format):
+    """A format whose matrices are several tensors each.
 
     Attributes:
-        is_v1: whether the words of zeros had one subtracted from each zero when they were packed, borrows and all:
-            checkpoint_format "gptq", not "gptq_v2".
+        table: says which ones.
+        block: rows and columns that share a scale, where axes are blocks; 0 stands for all of them.
     """
 
-    is_v1: bool = True
-
-    suffixes: ClassVar[tuple[str, ...]] = ("qweight", "qzeros", "scales", "g_idx")
-
-    def list_tensors(self, prefix: str, names: Collection[str], out: int, size: int) -> RawTensors:
-        per_word = 32 // self.bits
-        if out % per_word or size % per_word:
-            raise ValueError(f"{prefix}: GPTQ packs {per_word} numbers in a word; {out} x {size} cannot be packed")
-        groups = self.count_groups(size)
-        tensors: RawTensors = {
-            "qweight": ((size // per_word, out), ("I32",)),
-            "qzeros": ((groups, out // per_word), ("I32",)),
-            "scales": ((groups, out), SCALE_DTYPES),
-        }
-        if f"{prefix}.g_idx" in names:
-            tensors["g_idx"] = ((size,), INTEGERS)
-        return tensors
-
-    def convert(self, tensors: Mapping[str, Tensor], out: int, size: int) -> Codes:
-        bits = self.bits
-        # The weights are packed along the inputs, the zeros along the outputs.
-        numbers = unpack_words(tensors["qweight"].T.contiguous(), bits)
-        ones = sum(1 << i for i in range(0, 32, bits)) if self.is_v1 else 0
-        zeros = unpack_words(tensors["qzeros"] + ones, bits).T.contiguous()  # wraps around, as the subtraction did
-        scales = tensors["scales"].T.contiguous()
-        return make_codes(numbers, scales, zeros, bits, self.group_size or size, tensors.get("g_idx"))
-
-
-@dataclass(frozen=True)
-class PackQuantized(Format):
-    """compressed-tensors' pack-quantized."""
-
-    has_order: bool = False
-
-    suffixes: ClassVar[tuple[str, ...]] = ("weight_packed", "weight_scale", "weight_shape")
-
-    def list_tensors(self, prefix: str, names: Collection[str], out: int, size: int) -> RawTensors:
-        if self.bits == 4 and size % 2:
-            raise ValueError(f"{prefix}: rows of {size} weights of 4 bits are not supported: the number must be even")
-        per_word = 32 // self.bits
-        groups = self.count_groups(size)
-        tensors: RawTensors = {
-            "weight_packed": ((out, ceil_div(size, per_word)), ("I32",)),
-            "weight_scale": ((out, groups), SCALE_DTYPES),
-            "weight_shape": ((2,), INTEGERS),
-        }
-        if self.has_zeros:
-            tensors["weight_zero_point"] = ((ceil_div(out, per_word), groups), ("I32",))
-        if self.has_order:
-            tensors["weight_g_idx"] = ((size,), INTEGERS)
-        return tensors
-
-    def convert(self, tensors: Mapping[str, Tensor], out: int, size: int) -> Codes:
-        if (stated := tensors["weight_shape"].tolist()) != [out, size]:
-            raise ValueError(f"weight_shape is {stated}; config.json asks for {[out, size]}")
-        numbers = unpack_words(tensors["weight_packed"], self.bits)[:, :size]
-        zeros = tensors.get("weight_zero_point")
-        if zeros is not None:
-            zeros = unpack_words(zeros.T.contiguous(), self.bits).T[:out].contiguous()
-        groups = tensors.get("weight_g_idx")
-        return make_codes(numbers, tensors["weight_scale"], zeros, self.bits, self.group_size or size, groups)
-
-
-@dataclass(frozen=True)
-class IntQuantized(Format):
-    """compressed-tensors' int-quantized: int8. No scale of activations is read.
-
-    Attributes:
-        has_input_scales: whether the checkpoint has scales of activations, the same for all tokens.
-        has_one_scale: whether the checkpoint has one scale for a matrix. In memory each row has it.
-    """
-
-    has_input_scales: bool = False
-    has_one_scale: bool = False
-
-    suffixes: ClassVar[tuple[str, ...]] = ("weight_scale", "weight_zero_point")
-
-    def list_tensors(self, prefix: str, names: Collection[str], out: int, size: int) -> RawTensors:
-        shape = (1,) if self.has_one_scale else (out, self.count_groups(size))
-        tensors: RawTensors = {"weight": ((out, size), ("I8",)), "weight_scale": (shape, SCALE_DTYPES)}
-        if self.has_zeros:
-            tensors["weight_zero_point"] = (shape, ("I8",))
-        return tensors
-
-    def convert(self, tensors: Mapping[str, Tensor], out: int, size: int) -> Codes:
-        groups = self.count_groups(size)
-        scales = tensors["weight_scale"].to(torch.float32).expand(out, groups)
-        zeros = tensors.get("weight_zero_point")
-        zeros = None if zeros is None else zeros.to(torch.int16).expand(out, groups)
-        return Codes(8, tensors["weight"], scales, zeros, self.group_size or size)
-
-
-@dataclass(frozen=True)
-class ScaledFloat8(Format):
-    """FP8 with scales for blocks, rows or whole matrices. The weights are kept with 16 bits.
-
-    Attributes:
-        block: rows and columns that share a scale; 0 stands for all of them.
-    """
-
+    table: Table = field(default_factory=dict)
     block: tuple[int, int] = (0, 0)
 
-    suffixes: ClassVar[tuple[str, ...]] = ("weight_scale_inv", "weight_scale")
-    """Both names are in use for the same factors."""
+    @property
+    def suffixes(self) -> tuple[str, ...]:
+        """The suffixes of names of which each shows that a matrix is quantised."""
+        return tuple(suffix for suffix, own in self.table.items() if suffix != "weight" and own.role != "unused")
+
+    def measure(self, out: int, size: int) -> dict[str, int]:
+        """Return the length of each axis that the table may name, of a matrix [out, size]."""
+        rows, columns = self.block
+        per_word = 32 // self.bits
+        words = {"out*": ceil_div(out, per_word), "in*": ceil_div(size, per_word)}
+        blocks = {"rows": ceil_div(out, rows or out), "columns": ceil_div(size, columns or size)}
+        return {"out": out, "in": size, "groups": self.count_groups(size), "1": 1, "2": 2, **words, **blocks}
+
+    def find_tensors(self, prefix: str, names: Collection[str], *shape: int) -> RawTensors:
+        if len(shape) != 2 or not any(f"{prefix}.{suffix}" in names for suffix in self.suffixes):
+            return {}
+        return self.list_tensors(prefix, names, *shape)
 
     def list_tensors(self, prefix: str, names: Collection[str], out: int, size: int) -> RawTensors:
-        suffix = next(suffix for suffix in self.suffixes if f"{prefix}.{suffix}" in names)
-        shape = self._shape_of_scales(out, size) if any(self.block) else (1,)
-        tensors: RawTensors = {
-            "weight": ((out, size), ("F8_E4M3",)),
-            suffix: (shape, (*SCALE_DTYPES, "F8_E8M0")),
-        }
-        if f"{prefix}.input_scale" in names:  # of activations, which are not quantised here
-            tensors["input_scale"] = ((1,), SCALE_DTYPES)
-        return tensors
+        """Return the tensors that make a quantised matrix."""
+        if self.bits == 4 and size % 2:
+            raise ValueError(f"{prefix}: rows of {size} weights of 4 bits are not supported: the number must be even")
+        sizes = self.measure(out, size)
+        found: RawTensors = {}
+        roles = set()
+        for suffix, own in self.table.items():
+            is_there = not own.is_optional or f"{prefix}.{suffix}" in names
+            if is_there and own.role not in roles:
+                found[suffix] = (tuple(sizes[axis] for axis in own.axes.split()), own.dtypes)
+                roles.add(own.role)
+        return found
+
+
+@dataclass(frozen=True)
+class CodeFormat(TableFormat):
+    """A format that has codes, scales, and perhaps zeros.
+
+    Attributes:
+        word_order: see `unpack`.
+        plus: is added to each word of zeros. GPTQ's first layout stores zeros less one, borrows and all.
+        has_input_scales: whether the checkpoint has scales of activations, the same for all tokens.
+    """
+
+    word_order: tuple[int, ...] | None = None
+    plus: int = 0
+    has_input_scales: bool = False
+
+    def convert(self, tensors: Mapping[str, Tensor], out: int, size: int) -> Codes:
+        sizes = self.measure(out, size)
+        found: dict[str, Tensor] = {}
+        for suffix, tensor in tensors.items():
+            own = self.table[suffix]
+            words = tensor + self.plus if own.role == "zeros" else tensor  # the sum wraps around
+            found[own.role] = unpack(words, own.axes, sizes, self.bits, self.word_order)
+        if "shape" in found and (stated := found["shape"].tolist()) != [out, size]:
+            raise ValueError(f"weight_shape is {stated}; config.json asks for {[out, size]}")
+        shape = (out, sizes["groups"])
+        scales = found["scales"].expand(shape)
+        zeros = found["zeros"].expand(shape) if "zeros" in found else None
+        return make_codes(found["codes"], scales, zeros, self.bits, self.group_size or size, found.get("columns"))
+
+
+@dataclass(frozen=True)
+class ScaledFloat8(TableFormat):
+    """FP8 with scales for blocks, rows or whole matrices. The weights are kept with 16 bits."""
 
     def convert(self, tensors: Mapping[str, Tensor], out: int, size: int) -> ScaledFloats:
-        block = (self.block[0] or out, self.block[1] or size)
-        scales = next(tensors[suffix] for suffix in self.suffixes if suffix in tensors)
-        scales = scales.reshape(self._shape_of_scales(out, size)).to(torch.float32)
-        return ScaledFloats(tensors["weight"], scales, block)
-
-    def _shape_of_scales(self, out: int, size: int) -> tuple[int, int]:
-        rows, columns = self.block
-        return ceil_div(out, rows or out), ceil_div(size, columns or size)
+        sizes = self.measure(out, size)
+        scales = next(tensor for suffix, tensor in tensors.items() if self.table[suffix].role == "scales")
+        scales = scales.reshape(sizes["rows"], sizes["columns"])
+        return ScaledFloats(tensors["weight"], scales, (self.block[0] or out, self.block[1] or size))
 
 
 @dataclass(frozen=True)
@@ -193,7 +192,6 @@ class Mxfp4(Format):
     Without the format, transformers would store the matrix [in, out] of each expert. The floats lie output by output.
     """
 
-    suffixes: ClassVar[tuple[str, ...]] = ("blocks", "scales")
     joint: ClassVar[str] = "_"
     stored_bits: ClassVar[int] = 4
 
@@ -322,7 +320,7 @@ def _read_awq(data: Config) -> Format:
     _check(data, "w_bit" if "w_bit" in data else "bits", 4, (4,))  # w_bit in its first files
     if str(version := data.get("version", "gemm")).lower() != "gemm":
         raise ValueError(f"version is {quote(version)}; supported is 'gemm'")
-    return Awq("awq", bits=4, group_size=_read_group_size(data), has_zeros=True)
+    return CodeFormat("awq", 4, _read_group_size(data), has_zeros=True, table=AWQ, word_order=AWQ_ORDER)
 
 
 def _read_gptq(data: Config) -> Format:
@@ -335,17 +333,23 @@ def _read_gptq(data: Config) -> Format:
     if overrides := sorted(key for key in dynamic if not key.startswith("-:")):
         raise ValueError(f"dynamic has {quote(overrides[0])}: layers with settings of their own are not supported")
     has_zeros = not data.get("sym", True)
-    return Gptq("gptq", bits, _read_group_size(data), has_zeros=has_zeros, is_v1=layout == "gptq")
+    plus = sum(1 << i for i in range(0, 32, bits)) if layout == "gptq" else 0
+    return CodeFormat("gptq", bits, _read_group_size(data), has_zeros, table=GPTQ, plus=plus)
 
 
 def _read_fp8(data: Config) -> Format:
     _check(data, "fmt", "e4m3", ("e4m3", "float8_e4m3fn"))
-    return ScaledFloat8("fp8", bits=16, block=_read_block(data.get("weight_block_size")))
+    return make_float8("fp8", _read_block(data.get("weight_block_size")))
 
 
 def _read_modelopt(data: Config) -> Format:
     _check(_read_mapping(data, "quantization") or data, "quant_algo", None, ("FP8",))
-    return ScaledFloat8("fp8", bits=16)
+    return make_float8("fp8", (0, 0))
+
+
+def make_float8(name: str, block: tuple[int, int]) -> ScaledFloat8:
+    """Return the format of FP8 whose scales belong to blocks of this size."""
+    return ScaledFloat8(name, bits=16, table=FLOAT8 if any(block) else share_scale(FLOAT8), block=block)
 
 
 def _read_mxfp4(_: Config) -> Format:
@@ -381,22 +385,26 @@ def _read_compressed(data: Config) -> Format:
         _check({"format": layout}, "format", None, ("float-quantized", "naive-quantized"))
         _check({"strategy": strategy}, "strategy", None, ("tensor", "channel", "block"))
         block = {"tensor": (0, 0), "channel": (1, 0), "block": _read_block(scheme.get("block_structure"))}[strategy]
-        return ScaledFloat8("compressed-tensors", bits=16, block=block)
+        return make_float8("compressed-tensors", block)
     is_packed = layout == "pack-quantized"
     strategies = ("channel", "group") if is_packed else ("tensor", "channel", "group")
     _check({"strategy": strategy}, "strategy", None, strategies)
     size = _read_group_size(scheme) if strategy == "group" else None
     has_zeros = not scheme.get("symmetric", True)
+    table = PACKED if is_packed else BYTES
+    if not has_zeros:
+        table = leave_out(table, "zeros")
     if is_packed:
         bits = _check(scheme, "num_bits", None, (4, 8))
-        has_order = _check(scheme, "actorder", None, (*ORDERED, *UNORDERED)) in ORDERED
-        return PackQuantized("compressed-tensors", bits, size, has_zeros, has_order=has_order)
+        if _check(scheme, "actorder", None, (*ORDERED, *UNORDERED)) in UNORDERED:
+            table = leave_out(table, "columns")
+        return CodeFormat("compressed-tensors", bits, size, has_zeros, table=table)
     _check(scheme, "num_bits", None, (8,))
     inputs = _read_mapping(groups[0], "input_activations")
-    return IntQuantized(
+    return CodeFormat(
         *("compressed-tensors", 8, size, has_zeros),
+        table=share_scale(table) if strategy == "tensor" else table,
         has_input_scales=bool(inputs) and not inputs.get("dynamic"),
-        has_one_scale=strategy == "tensor",
     )
 
 

@@ -39,30 +39,22 @@ class Format:
     quantizes_head: bool = False
     input_scales: InputScales | None = None
 
-    suffixes: ClassVar[tuple[str, ...]] = ()
-    """Suffixes of names of which each shows that a matrix of the checkpoint is quantised."""
     joint: ClassVar[str] = "."
     """The characters between a matrix's name and a suffix."""
     stored_bits: ClassVar[int] = 8
     """The bits of a weight in the checkpoint, of a format whose weights are dequantised while they are read."""
 
     def find_tensors(self, prefix: str, names: Collection[str], *shape: int) -> RawTensors:
-        """Return the tensors that make the matrix [out, size] called `prefix`; {} if it is not quantised.
+        """Return the tensors that make the matrix called `prefix` in a checkpoint; {} if it is not quantised there.
 
         Args:
             names: the names of all tensors of the checkpoint.
             shape: the shape that the checkpoint's tensor would have if it were not quantised.
         """
-        if len(shape) != 2 or not any(f"{prefix}.{suffix}" in names for suffix in self.suffixes):
-            return {}
-        return self.list_tensors(prefix, names, *shape)
-
-    def list_tensors(self, prefix: str, names: Collection[str], out: int, size: int) -> RawTensors:
-        """Return the tensors that make a quantised matrix."""
-        raise NotImplementedError
+        return {}
 
     def convert(self, tensors: Mapping[str, Tensor], out: int, size: int) -> "Codes | ScaledFloats | Floats4":
-        """Convert the tensors of one matrix, in the shapes of `list_tensors`. ValueError if they contradict them.
+        """Convert the tensors of one matrix, in the shapes of `find_tensors`. ValueError if they contradict them.
 
         Returns:
             The codes; or the weights that the tensors mean, for a format whose weights are kept in 16 bits.

@@ -1,5 +1,7 @@
 """Turns the packed words of checkpoints into codes: what the formats of checkpoints.py have in common."""
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -8,30 +10,38 @@ from nanovllm.features.quantized.codes import Codes, pack_int4, unpack_int4
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """AWQ's order of outputs within a word: bits 4i to 4i + 3 of word j hold output 8j + AWQ_ORDER[i]."""
 
-Numbers = Tensor
-"""uint8: codes as a checkpoint stores them, 0 to 15 or 0 to 255."""
 
-
-def unpack_words(words: Tensor, bits: int, order: tuple[int, ...] | None = None) -> Numbers:
-    """Unpack int32 [rows, n] to uint8 [rows, n * 32 / bits], the lowest bits of a word first.
+def unpack(
+    stored: Tensor, axes: str, sizes: Mapping[str, int], bits: int, word_order: tuple[int, ...] | None = None
+) -> Tensor:
+    """Return a tensor of a checkpoint with each number for itself, and with the outputs first.
 
     Args:
-        order: the order of the results of one word: its i-th bits give the result order[i].
+        axes: what its axes are: see `Stored.axes`. Words are int32, with the first number in their lowest bits.
+        sizes: how many numbers an axis has.
+        word_order: where the numbers of a word go: the i-th is number word_order[i].
+
+    Returns:
+        uint8 if there were words: 0 to 15 or 0 to 255.
     """
-    per_word = 32 // bits
-    out = torch.empty(*words.shape, per_word, dtype=torch.uint8, device=words.device)
-    for i in range(per_word):
-        out[..., i if order is None else order[i]] = (words >> bits * i) & (2**bits - 1)
-    return out.flatten(-2)
+    for place, axis in enumerate(axes.split()):
+        if axis.endswith("*"):
+            words = stored.movedim(place, -1).contiguous()
+            per_word = 32 // bits
+            numbers = torch.empty(*words.shape, per_word, dtype=torch.uint8, device=words.device)
+            for i in range(per_word):
+                numbers[..., i if word_order is None else word_order[i]] = (words >> bits * i) & (2**bits - 1)
+            stored = numbers.flatten(-2)[..., : sizes[axis[:-1]]].movedim(-1, place)
+    return stored.T if axes.endswith((" out", " out*")) else stored
 
 
 def make_codes(
-    numbers: Numbers, scales: Tensor, zeros: Tensor | None, bits: int, group_size: int, groups: Tensor | None = None
+    numbers: Tensor, scales: Tensor, zeros: Tensor | None, bits: int, group_size: int, groups: Tensor | None = None
 ) -> Codes:
-    """Return the codes for numbers as a checkpoint stores them. Those of 8 bits are shifted by 128, zeros included.
+    """Return the codes for numbers as a checkpoint has them. Bytes without a sign are shifted by 128, zeros included.
 
     Args:
-        numbers: [out, in].
+        numbers: uint8 [out, in], or int8.
         scales: [out, groups].
         zeros: [out, groups]; None if they are the middle of the range.
         groups: [in], the group of each input; None if they are in order.
@@ -43,8 +53,11 @@ def make_codes(
     if order is not None:
         numbers = numbers[:, order]
     if zeros is not None:
-        zeros = zeros.to(torch.int16) - (128 if bits == 8 else 0)
-    codes = pack_int4(numbers) if bits == 4 else (numbers ^ 128).view(torch.int8)
+        zeros = zeros.to(torch.int16) - (128 if bits == 8 and zeros.dtype == torch.uint8 else 0)
+    if bits == 4:
+        codes = pack_int4(numbers)
+    else:
+        codes = numbers if numbers.dtype == torch.int8 else (numbers ^ 128).view(torch.int8)
     return Codes(bits, codes, scales.to(torch.float32), zeros, group_size, order)
 
 
