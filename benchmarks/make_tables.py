@@ -74,19 +74,28 @@ def fill(text: str, page: str, results: dict[str, Results]) -> str:
 def write_results(results: Results, names: list[str], to_root: str) -> str:
     """Return how something was measured, and tables of it, as Markdown."""
     place = f"[The data]({to_root}benchmarks/results/{results.name}.json)"
-    said = [
-        f"{results.machine}; commit {results.commit}",
-        results.versions,
-        results.work,
-        results.runs,
-        results.ceiling,
-    ]
-    head = textwrap.fill("; ".join(filter(None, said)) + f". {place}.", WIDTH, break_on_hyphens=False)
+    said = {
+        "Machine": results.machine,
+        "Commit": results.commit,
+        "Versions": results.versions,
+        "Figures": results.work,
+        "Runs": results.runs,
+        "Ceiling": results.ceiling,
+    }
+    sentences = [f"{label}: {text}." for label, text in said.items() if text]
+    head = textwrap.fill(" ".join([*sentences, f"{place}."]), WIDTH, break_on_hyphens=False)
     tables = []
     for name in names:
         title = f"**{name[0].upper()}{name[1:]}:**\n\n" if len(names) > 1 else ""
         tables.append(title + write_table(results.tables[name]))
-    return "\n".join([head + "\n", *tables, f"```\n{results.commands[0]}\n```\n"])
+    return "\n".join([head + "\n", *tables, f"```\n{wrap_command(results.commands[0])}\n```\n"])
+
+
+def wrap_command(command: str) -> str:
+    """Return a command on lines that a shell joins. A line ends before an option alone, so no quoted word is cut."""
+    bound = re.sub(r" (?!--)", "\0", command)
+    lines = textwrap.wrap(bound, WIDTH - 4, subsequent_indent="    ", break_on_hyphens=False, break_long_words=False)
+    return " \\\n".join(lines).replace("\0", " ")
 
 
 def write_table(table: Table) -> str:
