@@ -339,7 +339,8 @@ def test_fields_that_ask_for_nothing_are_taken() -> None:
         "modalities": ["text"],
         "suffix": "",
     }
-    request_of(openai_line("a", messages=HELLO, **neutral, response_format={"type": "text"}, stop=None))
+    for form in ({"type": "text"}, {"type": "text", "json_schema": None}):
+        request_of(openai_line("a", messages=HELLO, **neutral, response_format=form, stop=None))
     for name, value in {"function_call": "auto", "functions": [{"name": "f"}], "modalities": ["text", "audio"]}.items():
         with pytest.raises(LineError, match=f"{name} is .* not supported, other than as"):
             request_of(openai_line("a", messages=HELLO, **{name: value}))
@@ -416,6 +417,7 @@ CALLS = [{"id": "c", "type": "function", "function": {"name": "f", "arguments": 
         ({"refusal": None, "annotations": [], "audio": None, "function_call": None, "tool_calls": None}, SAID),
         ({"refusal": "", "annotations": None, "audio": {}, "function_call": {}, "tool_calls": []}, SAID),
         ({"reasoning": None, "tool_calls": []}, SAID),
+        ({"content": None, "reasoning": None, "tool_calls": []}, {**SAID, "content": ""}),
         ({"reasoning": "", "reasoning_content": ""}, SAID),
         ({"reasoning": "y"}, THOUGHT),
         ({"reasoning_content": "y", "reasoning": None, "tool_calls": []}, THOUGHT),

@@ -287,6 +287,8 @@ def read_structured_outputs(line: RequestLine) -> dict[str, Any] | None:
     A line names it in OpenAI's field `response_format` or in vLLM's `structured_outputs`.
     """
     wanted = line.body.get("response_format")
+    if isinstance(wanted, dict):
+        wanted = {name: value for name, value in wanted.items() if value is not None}
     own: dict[str, Any] | None = line.body.get("structured_outputs")
     if wanted is None or wanted == {"type": "text"}:
         return own
@@ -355,8 +357,8 @@ def _read_message(message: Any, index: int) -> dict[str, Any]:
     given = message if isinstance(message, dict) else {}
     read = {name: value for name, value in given.items() if name == "content" or value not in ("", [], {})}
     read = {name: value for name, value in read.items() if value is not None}
-    if read.keys() & _ROLE_FIELDS["assistant"]:
-        read.setdefault("content", "")  # a message that only calls tools has no content
+    if read.get("role") == "assistant":
+        read.setdefault("content", "")  # an answer that only calls tools, or that is empty, has no content
     role = read.get("role")
     if not isinstance(role, str) or "content" not in read:
         raise ValueError(f"message {index} is {quote(message)}; it must have a role and a content, and may have a name")
