@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.apps.standin.names import check_arguments, explain_missing
@@ -177,7 +176,8 @@ class AsyncLLM:
 
     async def sleep(self, level: int = 1, **others: Any) -> None:
         """`LLM.sleep`. RuntimeError if requests are unfinished."""
-        await self._in_thread(partial(self._llm.sleep, level, **others))
+        check_arguments(type(self._llm).sleep, others)
+        await self._in_thread(self._llm.sleep, level)
 
     async def wake_up(self, tags: list[str] | None = None) -> None:
         """`LLM.wake_up`."""

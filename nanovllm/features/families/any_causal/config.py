@@ -88,14 +88,19 @@ def name_tensors(names: Iterable[str], config: "PretrainedConfig") -> dict[str, 
     """
     body: str = find_class(config).base_model_prefix
     head = name_ends(config)[0].removesuffix("weight")
-    found = {name: re.sub(r"^lm_head\.", head, name) for name in names}
+
+    def name_head(name: str) -> str:
+        """Return the head's own name for that of vLLM's and older files. A head that lies within lm_head has it."""
+        return name if head.startswith("lm_head.") else re.sub(r"^lm_head\.", head, name)
+
+    found = {name: name_head(name) for name in names}
     if any(TEXT_PART.match(name) for name in found):
         for name in found:
-            inner = re.sub(r"^lm_head\.", head, TEXT_PART.sub("", name))
-            own = inner if inner.startswith(head) else f"{body}.{inner}"
+            inner = name_head(TEXT_PART.sub("", name))
+            own = inner if inner.startswith(("lm_head.", head)) else f"{body}.{inner}"
             found[name] = own if inner != name or own == name else UNREAD + name
     elif not any(name.startswith(f"{body}.") for name in found):
-        found = {name: own if own.startswith(head) else f"{body}.{own}" for name, own in found.items()}
+        found = {name: own if own.startswith(("lm_head.", head)) else f"{body}.{own}" for name, own in found.items()}
     return found
 
 

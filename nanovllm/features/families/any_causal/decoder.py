@@ -159,8 +159,8 @@ class AnyDecoder(nn.Module):
         self.step = Step()
         try:
             check_numbers(config, self.hf)
-            refuse_states(self.hf)
             refuse_kinds(self.hf)
+            refuse_states(self.hf)
             self._prepare_buffers()
             self._fix_angles()
             self._take_body()
