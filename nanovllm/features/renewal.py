@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -281,7 +280,7 @@ class WeightLoad:
             self._shapes = find_decoder(runner.hf_config)(runner.hf_config, runner.backend, every_layer)
         self._unread = find_family(runner.hf_config).unread
         self._head, self._embedding = find_ends(runner.hf_config)
-        self._filling = None if runner.quantizer is None else runner.quantizer.begin(self._shapes)
+        self._filling = None if runner.quantizer is None else runner.quantizer.begin(self._shapes, attaches=False)
         """Gathers the codes of quantised matrices; None if the model has none."""
         self._modules: dict[str, NewModule] = {}
         """{path: module}, for all that have weights of their own."""
@@ -351,10 +350,9 @@ class WeightLoad:
         self._places.clear()
         for module in self._modules.values():
             module.needed.clear()
-        find_targets = partial(find_module_targets, self._shapes)
-        if self._filling is not None:
-            find_targets = partial(self._filling.find_targets, attaches=False)
-        for path, name, target in find_targets(names):
+        filling = self._filling
+        found = find_module_targets(self._shapes, names) if filling is None else filling.find_targets(names)
+        for path, name, target in found:
             self._places.setdefault(name, []).append((path, target))
             self._modules.setdefault(path, NewModule()).needed.add(name)
 

@@ -1,10 +1,8 @@
-"""Fills a model with quantised matrices: tensors become codes as they are read, whole modules are packed."""
+"""Fills a model with quantised matrices: tensors become codes as they are read, and whole modules are laid."""
 
 import logging
-import math
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,8 +26,6 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 logger = logging.getLogger(__name__)
-
-Copy = Callable[[Tensor, Tensor], object]
 
 
 class ModelQuantizer:
@@ -98,16 +94,17 @@ class ModelQuantizer:
     def list_matrices(self, model: Decoder) -> list[nn.Parameter]:
         return [weight for module in find_matrices(model, self.format).values() for weight in module.list_matrices()]
 
-    def begin(self, model: Decoder) -> "Filling":
-        """Return what fills the matrices of a model once. Several may be begun, and not all need to be finished."""
-        return Filling(self.format, model, self._device)
+    def begin(self, model: Decoder, attaches: bool = True) -> "Filling":
+        """Return what fills the matrices of a model once. Several may be begun, and not all need to be finished.
+
+        Args:
+            attaches: whether a module gets its matrices as soon as they are whole. Else somebody calls `attach`.
+        """
+        return Filling(self.format, model, self._device, attaches)
 
     def find_targets(self, model: Decoder, names: Collection[str]) -> NamedTargets:
         """Yield what `weight_names.find_targets` yields, with other targets where a matrix is quantised."""
-        filling = self.begin(model)
-        filling.allocate_others(names)
-        for _, name, target in filling.find_targets(names):
-            yield name, target
+        return ((name, target) for _, name, target in self.begin(model).find_targets(names))
 
 
 def find_matrices(model: Decoder, format: Format) -> dict[str, ShardedLayer]:
@@ -143,6 +140,12 @@ def count_bytes(model: Decoder, format: Format, itemsize: int) -> int:
     return total
 
 
+def count_lacking(parts: Collection[Codes], parameter: nn.Parameter) -> tuple[int, bool]:
+    """Return how many rows of a parameter the parts lack, and whether all of these are padding, which has no part."""
+    num_lacking = parameter.shape[:-1].numel() - sum(part.scales.shape[:-1].numel() for part in parts)
+    return num_lacking, num_lacking * parameter.shape[-1] <= getattr(parameter, "padding", 0)
+
+
 def join_codes(parts: Sequence[Codes], parameter: nn.Parameter) -> Codes:
     """Return the codes of a parameter [out, in], or [num_experts, out, in], in memory of their own.
 
@@ -153,14 +156,14 @@ def join_codes(parts: Sequence[Codes], parameter: nn.Parameter) -> Codes:
         ValueError: the parts have different formats, groups, or orders of columns. Experts may have different orders.
     """
     first = parts[0]
-    *outer, size = parameter.shape
+    outer = parameter.shape[:-1]
     orders = [part.order for part in parts if part.order is not None]
     per_expert = len(parts) // outer[0] if len(outer) > 1 else len(parts)
     are_alike = len({(part.bits, part.group_size, part.zeros is None, part.order is None) for part in parts}) == 1
     if not are_alike or any(not torch.equal(order, orders[i - i % per_expert]) for i, order in enumerate(orders)):
         raise ValueError("its format, its groups or the order of its columns differ from those of its neighbours")
-    num_lacking = math.prod(outer) - sum(part.scales[..., 0].numel() for part in parts)
-    if num_lacking * size > getattr(parameter, "padding", 0):
+    num_lacking, is_whole = count_lacking(parts, parameter)
+    if not is_whole:
         raise RuntimeError(f"{num_lacking} rows of a quantised matrix have not been filled")
 
     def join(values: Sequence[Tensor]) -> Tensor:
@@ -181,45 +184,45 @@ def join_codes(parts: Sequence[Codes], parameter: nn.Parameter) -> Codes:
 
 
 class Filling:
-    """Fills the matrices of one model. `attach` packs the matrices of a module that is complete."""
+    """Fills the matrices of one model: it collects their parts as codes, and lays the matrices of whole modules."""
 
-    def __init__(self, format: Format, model: Decoder, device: torch.device) -> None:
+    def __init__(self, format: Format, model: Decoder, device: torch.device, attaches: bool) -> None:
         """
         Args:
             model: tells shapes. Its matrices are on the meta device.
             device: the device that holds the codes.
+            attaches: see `ModelQuantizer.begin`.
         """
         self.format = format
         self.device = device
         self._model = model
+        self._attaches = attaches
         self._modules = find_matrices(model, format)
         self._parts: dict[int, dict[int, Codes]] = {}
-        """{id of a parameter: {place of a part in it: its codes}}, for the parameters of which a part has come."""
+        """{id of a parameter: {where a part begins in it: its codes}}, for the parameters of which a part has come."""
 
-    def find_targets(self, names: Collection[str], attaches: bool = True) -> Iterator[tuple[str, str, WeightTarget]]:
-        """Yield what `find_module_targets` yields, with other targets where a matrix is quantised.
+    def find_targets(self, names: Collection[str]) -> Iterator[tuple[str, str, WeightTarget]]:
+        """Yield what `find_module_targets` yields, with other targets where a matrix is quantised, here or there.
 
-        Args:
-            attaches: whether a module of the model is packed as soon as it is complete.
+        Matrices that are not quantised in a checkpoint with tensors of these names get memory first.
         """
+        self._allocate_others(names)
         for path, name, target in find_module_targets(self._model, names):
-            inner = target
-            if self._find_matrix(path, target.view) is not None:
-                place = (target.view, target.shape, target.slices)
-                inner = RoundedTarget(*place, filling=self, path=path, attaches=attaches)
-            tensors = self._find_tensors(name, target, names)
-            if not tensors:
-                yield path, name, inner
-                continue
             prefix = name.removesuffix(".weight")
-            joint = self.format.joint
-            make_raw = partial(RawTarget, filling=self, prefix=prefix, matrix=inner, come={}, num_tensors=len(tensors))
+            stored = self._find_tensors(name, target, names)
+            tensors = {f"{prefix}{self.format.joint}{suffix}": (suffix, *facts) for suffix, facts in stored.items()}
+            if not stored and not self.has_codes(path, target.view):
+                yield path, name, target
+                continue
+            if not stored:
+                tensors = {name: ("", target.shape, target.dtypes)}
+            part = Part(self, path, prefix, target, len(tensors))
             view = target.view
-            for suffix, (shape, dtypes) in tensors.items():
-                yield path, f"{prefix}{joint}{suffix}", make_raw(view, shape, (), dtypes=dtypes, suffix=suffix)
+            for own_name, (suffix, shape, dtypes) in tensors.items():
+                yield path, own_name, PartTarget(view, shape, (), dtypes=dtypes, suffix=suffix, part=part)
                 view = view[:0]  # together they cover the matrix once
 
-    def allocate_others(self, names: Collection[str]) -> None:
+    def _allocate_others(self, names: Collection[str]) -> None:
         """Allocate the matrices that are not quantised in a checkpoint with tensors of these names.
 
         Raises:
@@ -229,7 +232,7 @@ class Filling:
             return  # all matrices are quantised
         quantized: dict[str, dict[str, bool]] = {path: {} for path in self._modules}
         for path, name, target in find_module_targets(self._model, names):
-            if self._find_matrix(path, target.view) is not None:
+            if self.has_codes(path, target.view):
                 quantized[path][name] = bool(self._find_tensors(name, target, names))
         for path, found in quantized.items():
             if len(set(found.values())) > 1:
@@ -266,25 +269,23 @@ class Filling:
     def fill(self, path: str, values: Tensor, parameter: nn.Parameter) -> None:
         """Round the values of a whole parameter to codes: of dummy weights, which have no checkpoint."""
         self.put(path, parameter, self.format.round(values))
-        self.attach_if_complete(path)
+        self.attach_if_whole(path)
 
     def put(self, path: str, view: Tensor, part: Codes) -> None:
-        """Take the codes for a view of a parameter: for rows of it, or of one expert's matrix, or of every expert's."""
+        """Keep the codes for a view of a parameter: for rows of it, or of one expert's matrix."""
         parameter = self._find_matrix(path, view)
         assert parameter is not None
         self._parts.setdefault(id(parameter), {})[int(view.storage_offset())] = part
 
-    def attach_if_complete(self, path: str) -> None:
-        """Pack the matrices of a module of the model if all their parts have come."""
-        for weight in self._modules[path].list_matrices():
-            parts = self._parts.get(id(weight), {}).values()
-            num_rows = sum(part.scales[..., 0].numel() for part in parts)
-            if not parts or num_rows * weight.shape[-1] < weight.numel() - getattr(weight, "padding", 0):
-                return
-        self.attach(path, self._model.get_submodule(path), self._model)
+    def attach_if_whole(self, path: str) -> None:
+        """Lay the matrices of a module of the model if all their parts have come."""
+        module = self._modules[path]
+        matrices = module.list_matrices()
+        if self._attaches and all(count_lacking(self._parts.get(id(one), {}).values(), one)[1] for one in matrices):
+            self.attach(path, module, self._model)
 
     def attach(self, path: str, module: nn.Module, model: Decoder) -> None:
-        """Pack the matrices of the module at `path`, whose codes have all come.
+        """Lay the matrices of the module at `path`, whose codes have all come.
 
         Args:
             module: gets them; it belongs to `model`.
@@ -310,70 +311,74 @@ class Filling:
             owner.set_packed(packed, empty)
 
 
-@dataclass(frozen=True, kw_only=True)
-class RoundedTarget(WeightTarget):
-    """A place for codes, which are made of a tensor of 16 or 32 bits by rounding, or come as codes.
+@dataclass
+class Part:
+    """A part of a module's matrices, which one or several tensors of a checkpoint make. The last that comes fills it.
 
-    The scale is that of the whole row, also where ranks share it. So whole rows are read, of one expert at a time. A
-    view of experts may be transposed: then the checkpoint has [in, out] of each expert.
+    Attributes:
+        path: of the module.
+        name: the part's name in the checkpoint.
+        place: where it goes. A view of experts may be transposed: then the checkpoint has [in, out] of each expert.
+        count: how many tensors make it.
+        come: {suffix: tensor} of those that have come.
     """
 
     filling: Filling
     path: str
-    attaches: bool
+    name: str
+    place: WeightTarget
+    count: int
+    come: dict[str, Tensor] = field(default_factory=dict)
 
-    def fill(self, source: Any, copy: Copy) -> None:
-        *_, rows, columns = self.slices
+    def add(self, suffix: str, source: Any) -> None:
+        """Take one of the tensors. Without a suffix it is the part itself, in floats."""
+        try:
+            if not suffix:
+                self._fill(source)
+                return
+            self.come[suffix] = source[...].to(self.filling.device)
+            if len(self.come) == self.count:
+                weights = self.filling.format.convert(self.come, *self.place.shape[-2:])
+                self.come.clear()
+                self._fill(weights)
+        except ValueError as error:
+            raise ValueError(f"{self.name}: {error}") from None
+
+    def _fill(self, weights: Any) -> None:
+        """Fill the part: with codes, or with what gives floats when it is sliced.
+
+        Floats are rounded. The scale is that of the whole row, also where ranks share it. So whole rows are read, of
+        one expert at a time.
+        """
+        filling = self.filling
+        view = self.place.view
+        if not filling.has_codes(self.path, view):  # a router, say, however it was stored
+            self.place.fill(weights.dequantize() if isinstance(weights, Codes) else weights, Tensor.copy_)
+            return
+        *_, rows, columns = self.place.slices
         assert isinstance(rows, slice) and isinstance(columns, slice)
-        if isinstance(source, Codes):
-            self.filling.put(self.path, self.view, source.take_rows(rows).take_columns(columns))
+        if isinstance(weights, Codes):
+            filling.put(self.path, view, weights.take_rows(rows).take_columns(columns))
         else:
-            matrices: dict[tuple[int, ...], Tensor] = {(): self.view}
-            if self.view.dim() > 2:
-                matrices = {(i,): self.view[i] for i in range(len(self.view))}
-            for expert, view in matrices.items():
+            everything = slice(None)
+            for expert in [()] if view.dim() == 2 else [(i,) for i in range(len(view))]:
                 if view.stride(-1) == 1:
-                    self._round(view, source[(*expert, rows, slice(None))], columns)
+                    values = weights[(*expert, rows, everything)]
+                    share = columns
                 else:
-                    self._round(view.T, source[(*expert, slice(None), columns)].T, rows)
-        if self.attaches:
-            self.filling.attach_if_complete(self.path)
-
-    def _round(self, view: Tensor, values: Tensor, columns: slice) -> None:
-        """Take the codes for a view [out, in]. `values` are its whole rows, of which `columns` belong here."""
-        codes = quantize_int8(values.to(self.filling.device))
-        self.filling.put(self.path, view, codes.take_columns(columns))
+                    values = weights[(*expert, everything, columns)].T
+                    share = rows
+                codes = quantize_int8(values.to(filling.device))
+                filling.put(self.path, view[expert], codes.take_columns(share))
+        filling.attach_if_whole(self.path)
 
 
 @dataclass(frozen=True, kw_only=True)
-class RawTarget(WeightTarget):
-    """A place for one of the tensors that make a matrix of a quantised checkpoint. The last one fills the matrix.
-
-    Attributes:
-        suffix: the end of the tensor's name.
-        filling: what the matrix belongs to.
-        prefix: the matrix's name in the checkpoint.
-        matrix: where the matrix goes.
-        come: {suffix: tensor} of those that have come; all targets of the matrix share it.
-        num_tensors: how many tensors make the matrix.
-    """
+class PartTarget(WeightTarget):
+    """A place for one of the tensors of a part; `suffix` is the end of its name."""
 
     suffix: str
-    filling: Filling
-    prefix: str
-    matrix: WeightTarget
-    come: dict[str, Tensor]
-    num_tensors: int
+    part: Part
 
-    def fill(self, source: Any, copy: Copy) -> None:
-        self.come[self.suffix] = source[...].to(self.filling.device)
-        if len(self.come) < self.num_tensors:
-            return
-        try:
-            weights: Any = self.filling.format.convert(self.come, *self.matrix.shape[-2:])
-            self.come.clear()
-            if isinstance(weights, Codes) and not isinstance(self.matrix, RoundedTarget):
-                weights = weights.dequantize()  # of a router, which is not quantised here, however it was stored
-            self.matrix.fill(weights, Tensor.copy_)
-        except ValueError as error:
-            raise ValueError(f"{self.prefix}: {error}") from None
+    def fill(self, source: Any, copy: Callable[[Tensor, Tensor], object]) -> None:
+        self.part.add(self.suffix, source)

@@ -99,5 +99,5 @@ class Quantizer(Protocol):
     def find_targets(self, model: Any, names: Collection[str]) -> NamedTargets:
         """Yield what `model.weight_targets` yields, with other targets where a matrix is quantised."""
 
-    def begin(self, model: Any) -> Any:
+    def begin(self, model: Any, attaches: bool = True) -> Any:
         """Return the `Filling` that fills the matrices of a model once."""
