@@ -31,7 +31,6 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from nanovllm.backends.gpu import (
     causal_conv,
     combine,
-    decode_codes,
     dequantize,
     edit_logits,
     few_rows,
@@ -167,11 +166,10 @@ def launches(models: dict[str, Model], block_sizes: tuple[int, ...], arch: int, 
         if cache in CODES:
             types = dict.fromkeys(("k_cache_ptr", "v_cache_ptr"), cache)
             types |= dict.fromkeys(("k_scales_ptr", "v_scales_ptr"), "*fp32")
-            pairs = types | dict.fromkeys(("k_cache_ptr", "v_cache_ptr"), "*i16")
-            split["IS_FP8"] = cache != "*i8"
-            yield launch(decode_codes.split_codes_kernel, split, **pairs)
+            read = types | dict.fromkeys(("k_cache_ptr", "v_cache_ptr"), "*i16")
         else:
-            yield launch(paged_decode._split_kernel, split)
+            read = dict.fromkeys(("k_scales_ptr", "v_scales_ptr"))
+        yield launch(paged_decode._split_kernel, split | {"IS_FP8": cache == "*fp8e4nv"}, **read)
         shape = (group, head_dim, block_size, itemsize, caches[cache], SHARED_KIB[arch])
         yield launch(paged_prefill._prefill_kernel, paged_prefill.prefill_config(*shape) | constants, **types)
 

@@ -9,7 +9,7 @@ from helpers.kernel_cases import HALF, AttentionCase, attention_case, vary_case
 
 pytest.importorskip("triton")
 
-from nanovllm.backends.gpu import decode_chunks, decode_codes, paged_decode
+from nanovllm.backends.gpu import decode_chunks, paged_decode
 from nanovllm.backends.gpu.paged_decode import key_tile
 from nanovllm.backends.gpu.triton_backend import TritonBackend
 from nanovllm.backends.gpu.triton_shim import INTERPRETED
@@ -47,9 +47,8 @@ class Recorder:
             self.asked[-1].append((read(found), []))
             return found
 
-        for module in (paged_decode, decode_codes):
-            monkeypatch.setattr(module, "find_chunk", attend)
-            monkeypatch.setattr(module, "wait_for_predecessor", start)
+        monkeypatch.setattr(paged_decode, "find_chunk", attend)
+        monkeypatch.setattr(paged_decode, "wait_for_predecessor", start)
         monkeypatch.setattr(decode_chunks, "find_chunk", look_ahead)
         monkeypatch.setattr(
             decode_chunks,

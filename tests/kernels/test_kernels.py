@@ -43,7 +43,6 @@ from helpers.kernel_tests import (  # noqa: F401
     test_uniforms_are_the_references_bit_for_bit,
 )
 
-from nanovllm.backends.gpu import decode_codes as decode_codes_module
 from nanovllm.backends.gpu import paged_decode as paged_decode_module
 from nanovllm.backends.gpu import paged_prefill as paged_prefill_module
 from nanovllm.backends.gpu.gate_and_mul import silu_and_mul
@@ -289,7 +288,7 @@ def test_tiles_before_a_window_are_skipped(
 ) -> None:
     """Also where each program has a share of the keys, and most of the shares lie before the window."""
     counts: list[int] = []
-    for module in (paged_decode_module, decode_codes_module, paged_prefill_module):
+    for module in (paged_decode_module, paged_prefill_module):
         update = module.update_softmax
         monkeypatch.setattr(
             module, "update_softmax", lambda *args, update=update, **named: counts.append(1) or update(*args, **named)

@@ -51,8 +51,14 @@ def list_parts(cache: KVCache) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
     return (cache.keys, cache.values, key_scales, value_scales), cache.keys.stride()[:3]
 
 
-def list_pairs(cache: KVCache) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-    """Do what `list_parts` does for a cache of codes. An element is a pair of neighbouring codes, int16."""
-    assert cache.key_scales is not None and cache.value_scales is not None
-    keys = cache.keys.view(torch.int16)
-    return (keys, cache.values.view(torch.int16), cache.key_scales, cache.value_scales), keys.stride()[:3]
+def list_elements(cache: KVCache) -> tuple[tuple[Tensor | None, ...], tuple[int, ...]]:
+    """Do what `list_parts` does, where an element of a cache of codes is a pair of neighbouring ones, int16.
+
+    A cache without codes has None for its scales.
+    """
+    keys = cache.keys
+    values = cache.values
+    if cache.key_scales is not None:
+        keys = keys.view(torch.int16)
+        values = values.view(torch.int16)
+    return (keys, values, cache.key_scales, cache.value_scales), keys.stride()[:3]

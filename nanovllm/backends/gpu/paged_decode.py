@@ -5,8 +5,8 @@ Two kernels run. For neither must the host know a length, so a CUDA graph replay
 
     share    once a step: gives every program of the other kernel the same number of tiles of keys, and lists its chunks
     split    once a layer: a program attends its chunks, one after another, with one KV head's group of query heads.
-             Where a sequence has several chunks, the program that ends last merges them. A cache of codes has a split
-             of its own, in decode_codes.py
+             Where a sequence has several chunks, the program that ends last merges them. A cache may have numbers or
+             codes of one byte, see decode_codes.py
 
 The split has as many programs as the device runs at once, and all start together. If there are enough keys, they have
 the same work, and so they end at about the same time, whatever the lengths are. With few keys, some have no chunk.
@@ -24,10 +24,10 @@ import torch
 from torch import Tensor
 
 from nanovllm.backends.gpu.decode_chunks import find_chunk, finish_chunk, prefetch_following
-from nanovllm.backends.gpu.decode_codes import split_codes_kernel
+from nanovllm.backends.gpu.decode_codes import read_tile
 from nanovllm.backends.gpu.launch import launch, wait_for_predecessor
 from nanovllm.backends.gpu.online_softmax import cap_scores, read_variant, start_softmax, update_softmax
-from nanovllm.backends.gpu.paged_cache import list_pairs, list_parts
+from nanovllm.backends.gpu.paged_cache import list_elements
 from nanovllm.backends.gpu.triton_shim import next_power_of_2, num_multiprocessors, shared_memory_kib, tl, triton
 from nanovllm.ops.attention import AttentionVariant, KVCache
 
@@ -95,6 +95,8 @@ def _split_kernel(
     q_ptr,
     k_cache_ptr,
     v_cache_ptr,
+    k_scales_ptr,
+    v_scales_ptr,
     out_ptr,
     block_tables_ptr,
     items_ptr,
@@ -118,54 +120,80 @@ def _split_kernel(
     AHEAD: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    IS_FP8: tl.constexpr,
     PDL: tl.constexpr,
 ):
     # Grid (num_kv_heads, num_programs).
     # A program owns a share of the chunks and one KV head, whose GROUP query heads (padded to ROWS) are one tile.
+    # A cache of codes has scales. Its elements are pairs of codes: of an even dimension, and the odd one after it.
     # Chunks of padding are empty, and give zeros; table entries beyond a sequence's blocks are never read.
     wait_for_predecessor(PDL)
     head = tl.program_id(0)
     program = tl.program_id(1)
     num_heads = (tl.num_programs(0) * GROUP).to(tl.int64)
     ROWS: tl.constexpr = 16  # tl.dot takes no fewer, and a group has no more
+    HAS_CODES: tl.constexpr = k_scales_ptr is not None
+    NUMBERS: tl.constexpr = 2 if HAS_CODES else 1  # in an element of the cache
+    WIDTH: tl.constexpr = HEAD_DIM // NUMBERS
+    TYPE: tl.constexpr = q_ptr.dtype.element_ty
     row = tl.arange(0, ROWS)
-    dim = tl.arange(0, HEAD_DIM)
+    element = tl.arange(0, WIDTH)
     key = tl.arange(0, TILE)
-    is_query = row < GROUP
-    offset = (head * GROUP + row)[:, None] * HEAD_DIM + dim[None, :]
+    is_query = (row < GROUP)[:, None]
+    offset = (head * GROUP + row)[:, None] * HEAD_DIM + NUMBERS * element[None, :]
     # Offsets take 4 bytes, pointers 8. These are kept through the whole loop, and every register counts.
-    k_offset = key[None, :] * token_stride + dim[:, None]
-    v_offset = key[:, None] * token_stride + dim[None, :]
+    k_offset = key[None, :] * token_stride + element[:, None]
+    v_offset = key[:, None] * token_stride + element[None, :]
     end_item = tl.load(share_begins_ptr + program + 1)
     for item in tl.range(tl.load(share_begins_ptr + program), end_item):
         seq, begin, end, num_parts, visible = find_chunk(items_ptr, first_item_ptr, item, TILE, WINDOW)
-        q = tl.load(q_ptr + seq * q_stride + offset, mask=is_query[:, None], other=0.0)
+        q = tl.load(q_ptr + seq * q_stride + offset, mask=is_query, other=0.0)
+        if HAS_CODES:
+            q_odd = tl.load(q_ptr + seq * q_stride + offset + 1, mask=is_query, other=0.0)
         table_ptr = block_tables_ptr + seq * table_stride
         num_sinks = tl.where(tl.load(first_item_ptr + seq) == item, GROUP, 0)  # the first chunk has them
         highest, total = start_softmax(sinks_ptr, head * GROUP + row, row < num_sinks)
-        acc = tl.zeros([ROWS, HEAD_DIM], tl.float32)
+        acc = tl.zeros([ROWS, WIDTH], tl.float32)
+        acc_odd = tl.zeros([ROWS, WIDTH], tl.float32)
         # The page's number is loaded one tile ahead. A load whose address depends on a load of the same iteration would
         # take the pipeline's stages for itself and leave none to K and V.
         page = tl.load(table_ptr + begin // BLOCK_SIZE)
         for start in tl.range(begin, end, TILE):
             place = page.to(tl.int64) * page_stride + head * head_stride + (start % BLOCK_SIZE) * token_stride
+            scale_place = (page.to(tl.int64) * tl.num_programs(0) + head) * BLOCK_SIZE + start % BLOCK_SIZE + key
             page = tl.load(table_ptr + (start + TILE) // BLOCK_SIZE, mask=start + TILE < end, other=0)
             valid = start + key < end
             if WINDOW is not None:
                 valid &= start + key >= visible
             k = tl.load(k_cache_ptr + place + k_offset)
             # Masked, because 0 * NaN from a stale slot would be NaN.
-            v = tl.load(v_cache_ptr + place + v_offset, mask=valid[:, None], other=0.0)
-            scores = cap_scores(tl.dot(q, k, input_precision="ieee") * scale_log2, SOFTCAP)
-            scores = tl.where(valid[None, :], scores, float("-inf"))
+            v = tl.load(v_cache_ptr + place + v_offset, mask=valid[:, None], other=0)
+            # Each tile is unpacked, and each scale loaded, where it is used: every register counts.
+            k, k_odd = read_tile(k, TYPE, IS_FP8)
+            scores = tl.dot(q, k, input_precision="ieee")
+            if HAS_CODES:
+                scores = tl.dot(q_odd, k_odd, scores, input_precision="ieee")
+                k_scales = tl.load(k_scales_ptr + scale_place, mask=valid, other=0.0)
+                scores *= (k_scales * scale_log2)[None, :]
+            else:
+                scores *= scale_log2
+            scores = tl.where(valid[None, :], cap_scores(scores, SOFTCAP), float("-inf"))
             # The first tile of a chunk has a visible key.
             highest, total, weights, shrink = update_softmax(scores, highest, total, MAY_LACK_KEYS=False)
-            acc = tl.dot(weights.to(q.dtype), v, acc * shrink[:, None], input_precision="ieee")
+            if HAS_CODES:
+                weights *= tl.load(v_scales_ptr + scale_place, mask=valid, other=0.0)[None, :]
+            weights = weights.to(TYPE)
+            v, v_odd = read_tile(v, TYPE, IS_FP8)
+            acc = tl.dot(weights, v, acc * shrink[:, None], input_precision="ieee")
+            if HAS_CODES:
+                acc_odd = tl.dot(weights, v_odd, acc_odd * shrink[:, None], input_precision="ieee")
 
         if AHEAD:
             caches = (k_cache_ptr, v_cache_ptr, page_stride, token_stride, head_stride)
             lists = (items_ptr, first_item_ptr, block_tables_ptr, table_stride)
-            prefetch_following(caches, lists, item, end_item, head, BLOCK_SIZE, TILE, HEAD_DIM, WINDOW)
+            prefetch_following(caches, lists, item, end_item, head, BLOCK_SIZE, TILE, WIDTH, WINDOW)
+        if HAS_CODES:
+            acc = tl.interleave(acc, acc_odd)
         merge_pointers = (first_item_ptr, arrivals_ptr + head * num_seqs, partial_out_ptr, partial_lse_ptr)
         numbers = (item, seq, num_parts, head, num_heads)
         finish_chunk(out_ptr, acc, highest, total, merge_pointers, *numbers, GROUP, MAY_LACK_KEYS=WINDOW is not None)
@@ -304,11 +332,6 @@ def paged_decode(
     config = split_config(*shape, shared_memory_kib(q.device)) | constants
     sizes = (scale * math.log2(math.e), num_seqs, q.stride(0), block_tables.stride(0))
     grid = (num_kv_heads, len(metadata.share_begins) - 1)
-    if cache.key_scales is None:
-        (keys, values, *_), strides = list_parts(cache)
-        args = (q, keys, values, out, block_tables, *metadata, sinks, *sizes, *strides)
-        launch(_split_kernel, grid, args, config)
-    else:
-        pointers, strides = list_pairs(cache)
-        args = (q, *pointers, out, block_tables, *metadata, sinks, *sizes, *strides)
-        launch(split_codes_kernel, grid, args, config | {"IS_FP8": cache.keys.dtype != torch.int8})
+    pointers, strides = list_elements(cache)
+    args = (q, *pointers, out, block_tables, *metadata, sinks, *sizes, *strides)
+    launch(_split_kernel, grid, args, config | {"IS_FP8": cache.keys.dtype == torch.float8_e4m3fn})
