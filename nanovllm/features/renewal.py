@@ -323,7 +323,7 @@ class WeightLoad:
             raise ValueError(f"the model has no weights called {name_some(unknown)}")
         for name, tensor in tensors:
             for _, target in targets.get(canonical[name], ()):
-                if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+                if not isinstance(tensor, Tensor) or not tensor.is_floating_point() or tensor.is_meta:
                     raise ValueError(f"{name} is {quote(tensor)}; it must be a tensor of floating-point numbers")
                 if not target.fits(tensor.shape):
                     raise ValueError(f"{name} has shape {list(tensor.shape)}; the model has {list(target.shape)}")
@@ -469,7 +469,8 @@ def digest_values(tensor: Tensor) -> str:
     """Return a digest of a tensor's shape and values, whatever its number format."""
     digest = xxhash.xxh3_128(str(tuple(tensor.shape)).encode())
     for part in tensor.split(ROWS_AT_A_TIME):  # type: ignore[no-untyped-call]
-        digest.update((part.detach().double().cpu() + 0.0).numpy().data)  # -0.0 + 0.0 is 0.0, its equal
+        values = part.detach().double().cpu() + 0.0  # -0.0 + 0.0 is 0.0, its equal
+        digest.update(values.contiguous().numpy().data)
     return digest.hexdigest()
 
 

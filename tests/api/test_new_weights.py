@@ -192,10 +192,10 @@ def test_some_layers_may_be_replaced_alone(folders: tuple[Path, Path], tmp_path:
 def test_a_tied_model_takes_a_head_that_equals_its_embedding_and_no_other(
     folders: tuple[Path, Path], new_tokens: list[list[int]]
 ) -> None:
-    """Whether both come in one call, or each in its own, in any order."""
+    """Whether both come in one call, or each in its own, in any order, number format and layout."""
     tensors = dict(read(folders[1]))
     embedding = {name: tensors.pop(name) for name in ["model.embed_tokens.weight"]}
-    equal = {"lm_head.weight": embedding["model.embed_tokens.weight"].double()}
+    equal = {"lm_head.weight": embedding["model.embed_tokens.weight"].double().t().contiguous().t()}
     other = {"lm_head.weight": embedding["model.embed_tokens.weight"] + 1e-4}
     parts = [
         lambda head: [tensors | embedding | head],
@@ -225,6 +225,7 @@ def wrong_loads() -> dict[str, tuple[Any, str]]:
         "unknown": ([("model.layers.9.mlp.up_proj.weight", torch.zeros(1))], "no weights called model.layers.9"),
         "shape": ([(q, torch.zeros(3, 3))], r"has shape \[3, 3\]; the model has \[128, 64\]"),
         "integers": ([(q, torch.zeros(128, 64, dtype=torch.int8))], "must be a tensor of floating-point numbers"),
+        "no values": ([(q, torch.zeros(128, 64, device="meta"))], "must be a tensor of floating-point numbers"),
         "twice": ([(q, torch.zeros(128, 64)), (q, torch.zeros(128, 64))], "two tensors with the same name"),
         "nothing": (None, "load_weights got None; it must get pairs"),
         "no pairs": ([1, 2], "load_weights got 1"),
