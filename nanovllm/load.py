@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
-from importlib.util import find_spec
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
@@ -221,8 +220,11 @@ def _resolve_options(asked: EngineConfig, hf_config: "PretrainedConfig", gpu_mem
 
         config = resolve_ranks(asked, config, is_described=gpu_memory is not None)
     if (quantizer := make_quantizer(config, hf_config)) is not None:  # a format that cannot be read is refused here
-        if gpu_memory is None or find_spec("triton") is not None:  # this machine may lack what the described GPU has
+        try:
             quantizer.check()
+        except ImportError:  # this machine may lack the kernels of a described GPU
+            if gpu_memory is None:
+                raise
         if gpu_memory is None:
             quantizer.announce(sizes.model)
         config = replace(config, quantization=quantizer.format.name)

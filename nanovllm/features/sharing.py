@@ -87,8 +87,8 @@ class EngineThread:
                 with closing(self._engine.run(order, HOLDER)) as run:
                     for ended in run:
                         for seq in ended:
-                            future = waiting.pop(order.take_number(seq))
-                            done.append((future, self._engine.make_output(seq)))
+                            output = self._engine.make_output(seq)
+                            done.append((waiting.pop(order.take_number(seq)), output))
                         if waiting or self._incoming:
                             _deliver(done)
                         if self._program_ends:
