@@ -4,6 +4,7 @@ A list as long as the number of layers is made by transformers, and modules by u
 would take all memory, or run for hours, before any tensor showed that it is wrong.
 """
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -44,7 +45,9 @@ MOST = {
 
 
 def check_limits(data: Mapping[str, Any], names: Mapping[str, str], source: str) -> None:
-    """Raise a ValueError for a size beyond its limit, at any level. What is no number is left to transformers.
+    """Raise a ValueError for a size beyond its limit, or a number that is not finite, at any level.
+
+    What is no number is left to transformers.
 
     Args:
         data: the content of config.json, or of a configuration that transformers made of it.
@@ -57,7 +60,9 @@ def check_limits(data: Mapping[str, Any], names: Mapping[str, str], source: str)
             for number in value if isinstance(value, list) else (value,):  # some have one for each layer
                 if isinstance(number, (int, float)) and number > most:
                     raise ValueError(f"{source}: {name} is {quote(number)}; it must be at most {most}")
-    for value in data.values():
+    for name, value in data.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"{source}: {name} is {value}; it must be finite")
         if isinstance(value, dict):
             check_limits(value, names, source)
 
@@ -71,11 +76,14 @@ def check_positions(config: "PretrainedConfig", source: str) -> None:
             f"be at most {MOST_POSITIONS}"
         )
     learned = getattr(config, "max_position_embeddings", None)
-    if learned is not None and not hasattr(config, "rope_parameters") and not 1 <= learned <= MOST_ROWS:
+    if learned is not None and not hasattr(config, "rope_parameters"):
         name = config.attribute_map.get("max_position_embeddings", "max_position_embeddings")
-        raise ValueError(
-            f"{source}: {name} is {learned}; it must be from 1 to {MOST_ROWS}, for the model has a row for each of them"
-        )
+        is_count = isinstance(learned, int) and not isinstance(learned, bool)
+        if not is_count or not 1 <= learned <= MOST_ROWS:
+            raise ValueError(
+                f"{source}: {name} is {quote(learned)}; it must be a whole number from 1 to {MOST_ROWS}, for the model "
+                "has a row for each of them"
+            )
 
 
 def stretch_length(config: "PretrainedConfig", source: str = "config.json") -> float:

@@ -35,7 +35,7 @@ from nanovllm.backends.cpu.backend import CpuBackend
 from nanovllm.features.families.any_causal import attend, building, config, decoder, layers, proof
 from nanovllm.features.families.any_causal.decoder import AnyDecoder, last_built
 from nanovllm.features.families.any_causal.whole import WholeAttention
-from nanovllm.models.model_config import OTHERS, find_family, load_model_config
+from nanovllm.models.model_config import OTHERS, find_family, load_model_config, read_values
 
 OPTIONS = CROWDED | {"attention_backend": "torch"}
 KINDS = {
@@ -373,6 +373,19 @@ def test_a_native_family_through_transformers_code_is_a_second_reference(
         assert len(lines) == (choice == "transformers")
     assert said["auto"] == said["nanovllm"] == said["transformers"]
     assert lines == ["Qwen3ForCausalLM runs through transformers' code: 19 of 20 modules are ours"]
+
+
+def test_numbers_that_are_not_finite_and_counts_that_are_no_numbers_are_refused() -> None:
+    """Whatever their names are, and before a model is made of them."""
+    known = {"n_positions": 64, "n_embd": 32, "n_layer": 1, "n_head": 2}
+    assert read_values(known, transformers.GPT2Config, "it").hidden_size == 32
+    for value in (math.nan, math.inf, -math.inf):
+        for changes in ({"layer_norm_epsilon": value}, {"any": {"name": value}}):
+            with pytest.raises(ValueError, match=f"is {value}; it must be finite"):
+                read_values(known | changes, transformers.GPT2Config, "it")
+    for count in ("7", [3], True, 7.5, 0):
+        with pytest.raises(ValueError, match=r"n_positions is .* must be a whole number from 1"):
+            read_values(known | {"max_position_embeddings": count}, transformers.GPT2Config, "it")
 
 
 def test_nanovllm_s_code_alone_refuses_what_it_lacks(tmp_path: Path) -> None:
@@ -893,7 +906,7 @@ def test_what_cannot_be_exact_is_refused_at_load_in_a_sentence(name: str, tmp_pa
 
 NO_NUMBERS: list[tuple[str, dict[str, Any], str]] = [
     *(
-        ("Gemma2ForCausalLM", {name: value}, f"{name} is .*; it must be above 0 and finite")
+        ("Gemma2ForCausalLM", {name: value}, f"{name} is .*; it must be (above 0 and )?finite")
         for name in ("attn_logit_softcapping", "final_logit_softcapping")
         for value in (math.nan, math.inf, -math.inf, -50.0, 0.0, 1e-40, 1e39)
     ),
