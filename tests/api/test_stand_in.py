@@ -262,7 +262,9 @@ def test_what_scripts_read_of_the_machine_and_the_environment(vllm: Any, monkeyp
     assert vllm.Counter is importlib.import_module("vllm.v1.metrics.reader").Counter is not type(counter)
     with pytest.raises(ValueError, match=r"tensor_parallel_size is 0; .*there is no GPU here, .*: give 1"):
         vllm.LLM(BOX_MODEL, tensor_parallel_size=0)
-    importlib.import_module("vllm.model_executor.utils").set_random_seed(3)
+    seeders = [importlib.import_module(f"vllm.{name}") for name in ("model_executor.utils", "utils.torch_utils")]
+    assert seeders[0].set_random_seed is seeders[1].set_random_seed
+    seeders[0].set_random_seed(3)
     with mock.patch("vllm.worker.worker.Worker._assert_memory_footprint_increased_during_profiling"):
         pass
 

@@ -30,8 +30,8 @@ MODULES = (
     "distributed.weight_transfer.packed_tensor engine.arg_utils engine.async_llm_engine engine.llm_engine "
     "entrypoints.chat_utils entrypoints.llm envs inputs.data logger logprobs lora.request model_executor.utils outputs "
     "platforms pooling_params renderers.hf sampling_params sequence tokenizers transformers_utils.tokenizer "
-    "utils.argparse_utils utils.counter utils.network_utils utils.print_utils version v1.engine.async_llm "
-    "v1.metrics.reader worker.worker"
+    "utils.argparse_utils utils.counter utils.network_utils utils.print_utils utils.torch_utils version "
+    "v1.engine.async_llm v1.metrics.reader worker.worker"
 )
 """The modules of vLLM's that its clients import, with a space between them. Their packages are answered, too."""
 
