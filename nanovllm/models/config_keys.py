@@ -83,7 +83,7 @@ def drop_asides(data: Mapping[str, Any], config_class: "type[PretrainedConfig]")
     return {
         name: drop_asides(value, config_class) if isinstance(value, dict) else value
         for name, value in data.items()
-        if is_passed_on(name)
+        if not isinstance(name, str) or is_passed_on(name)  # transformers' id2label has whole numbers as names
     }
 
 

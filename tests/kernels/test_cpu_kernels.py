@@ -205,7 +205,7 @@ def test_scales_of_keys_that_were_attended_to_before_change_nothing(library: Cpu
     how = ([1, 1, 1], [5, 70, 600], (64, 2, 64), dtype, torch.int8)
     expected = attend_after_storing(TorchBackend(), *how)
     got = attend_after_storing(TwiceBackend(), *how)
-    torch.testing.assert_close(got, expected, atol=alike_tolerance(dtype, torch.int8, None), rtol=0)
+    torch.testing.assert_close(got, expected, atol=alike_tolerance(dtype, torch.int8), rtol=0)
 
 
 def test_tokens_at_the_edges_of_the_rules_are_those_of_a_plain_search(backend: CpuBackend) -> None:

@@ -172,7 +172,7 @@ def test_the_window_of_each_layer_is_what_the_family_reads(data: dict[str, Any],
 )
 def test_layers_that_would_not_attend_as_config_json_says_are_refused(data: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        load_model_config(data, "config.json")
+        load_model_config(data, "config.json", model_impl="nanovllm")
 
 
 # ---- Tokenizers that mark the beginning of words, as Llama 2's and Mistral's do

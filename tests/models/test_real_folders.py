@@ -465,10 +465,10 @@ SMALL_GPT = {"n_embd": 32, "n_head": 4, "n_layer": 1, "vocab_size": 64}
         (
             "GPT2LMHeadModel",
             10**9,
-            "n_positions is 1000000000; it must be from 1 to 1048576, for the model has a row",
+            "n_positions is 1000000000; it must be a whole number from 1 to 1048576, for the model has a row",
         ),
-        ("GPTJForCausalLM", 10**9, "n_positions is 1000000000; it must be from 1 to"),
-        ("GPTJForCausalLM", 0, "n_positions is 0; it must be from 1 to"),
+        ("GPTJForCausalLM", 10**9, "n_positions is 1000000000; it must be a whole number from 1 to"),
+        ("GPTJForCausalLM", 0, "n_positions is 0; it must be a whole number from 1 to"),
         ("GPTBigCodeForCausalLM", 10**6, r"its table transformer\.bias would take 10{12} bytes; it may take"),
     ],
 )
@@ -535,8 +535,8 @@ def test_a_size_below_one_is_refused(name: str, number: int, llama: Path) -> Non
     ("changes", "words"),
     [
         ({"rms_norm_eps": -1.0}, "rms_norm_eps is -1.0; it must be above 0"),
-        ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan; it must be above 0"),
-        ({"rms_norm_eps": float("inf")}, "rms_norm_eps is inf; it must be above 0 and finite"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan; it must be finite"),
+        ({"rms_norm_eps": float("inf")}, "rms_norm_eps is inf; it must be finite"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 0.0}}, "rope_theta is 0.0; it must be above 1"),
     ],
 )
