@@ -37,8 +37,8 @@ def check_fork() -> None:
     finally:
         if not has_computed:
             os.kill(child, signal.SIGKILL)
-        with suppress(ChildProcessError):  # a program may ignore SIGCHLD, and then nobody has to collect its children
-            os.waitpid(child, 0)
+            with suppress(ChildProcessError):
+                os.waitpid(child, 0)
     if not has_computed:
         raise RuntimeError(
             "this process was forked after torch had computed with several threads, and torch would hang in it: start "
@@ -56,10 +56,10 @@ def _is_forked() -> bool:
 
 
 def _wait(child: int) -> bool:
-    """Return whether a child ends in time."""
+    """Return whether a child ends in time, and collect it then."""
     until = time.monotonic() + SECONDS
-    with suppress(ChildProcessError):
-        while os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+    with suppress(ChildProcessError):  # a program may ignore SIGCHLD, and then nobody has to collect its children
+        while os.waitpid(child, os.WNOHANG)[0] == 0:
             if time.monotonic() > until:
                 return False
             time.sleep(0.001)
