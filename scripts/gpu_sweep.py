@@ -39,7 +39,7 @@ from benchmarks.bench_kernels import (
 from nanovllm.backends.gpu import few_rows, paged_decode, sample_filter
 from nanovllm.backends.gpu import product as products
 from nanovllm.backends.gpu.few_rows import FewRowsMatrix
-from nanovllm.backends.gpu.product import MANY, Tile
+from nanovllm.backends.gpu.product import Tile
 from nanovllm.backends.gpu.quantized import TritonMatrix
 from nanovllm.backends.gpu.sample import sample
 from nanovllm.backends.gpu.triton_backend import TritonBackend
@@ -90,6 +90,8 @@ EXPERT_TILES = [Tile(16, 64, 3, 4), Tile(16, 128, 3, 4), Tile(32, 64, 3, 4), Til
 """The same of experts by codes."""
 EXPERTS = (128, 8, 2048, 1536)
 """Experts of Qwen3-30B-A3B, how many a token has, and the inputs and outputs of their first product."""
+MOST_ROWS = 2**16
+"""More rows than any product here has. A matrix of codes keeps a count for each tile of so many."""
 FORMS = {"int8": (8, 0, False), "4 bits": (4, 128, True)}
 """Bits, group size, whether there are zeros."""
 MATRICES = {"gate_up": (24576, 4096), "down": (4096, 12288), "qkv": (6144, 4096)}
@@ -173,7 +175,7 @@ def use_tile(tiles: str, tile: Tile) -> Iterator[None]:
     Args:
         tiles: the name of those in product.py that it takes the place of.
     """
-    with mock.patch.object(products, tiles, ((MANY, tile),)):
+    with mock.patch.object(products, tiles, ((MOST_ROWS, tile),)):
         yield
 
 

@@ -39,10 +39,10 @@ def listen(cache_hit, **others):
     print(cache_hit)
 
 triton.knobs.compilation.listener = listen
-values = {"SILU": True, "GROUP": 0, "LEAST": 0.0, "BY_TOKEN": False, "BLOCK": 64, "PDL": False}
+values = {"codes_ptr": None, "scales_ptr": None, "SILU": True, "BLOCK": 64, "PDL": False}
 signature = {}
 for name in kernel.arg_names:
-    signature[name] = "*fp32" if name.endswith("_ptr") else "constexpr" if name in values else "i32"
+    signature[name] = "constexpr" if name in values else "*fp32" if name.endswith("_ptr") else "i32"
 constants = {(kernel.arg_names.index(name),): value for name, value in values.items()}
 compiled = triton.compile(ASTSource(kernel, signature, constants), target=GPUTarget("cuda", 90, 32))
 assert compiled.asm["cubin"]

@@ -32,6 +32,7 @@ from nanovllm.features.distributed.follower_group import FollowerGroup
 from nanovllm.features.distributed.leader import ThreadShare
 from nanovllm.features.distributed.ring import HEADER
 from nanovllm.models import weight_reader
+from nanovllm.models.model_folder import ModelFolder
 from nanovllm.outputs import Output
 
 SOON = 50.0
@@ -401,7 +402,7 @@ def test_a_rank_that_cannot_start_fails_all(tmp_path: Path, monkeypatch: pytest.
 
     def name_another_folder(*args: Any) -> dict[str, Any]:
         message = make_start_message(*args)
-        return message | {"folder": tmp_path} if message["rank"] == 1 else message
+        return message | {"folder": ModelFolder(tmp_path)} if message["rank"] == 1 else message
 
     monkeypatch.setattr(follower_group, "make_start_message", name_another_folder)
     with pytest.raises(RuntimeError, match="rank 1 of 3 failed") as error:

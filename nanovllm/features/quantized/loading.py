@@ -1,6 +1,7 @@
 """Fills a model with quantised matrices: tensors become codes as they are read, and whole modules are laid."""
 
 import logging
+import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -142,7 +143,7 @@ def count_bytes(model: Decoder, format: Format, itemsize: int) -> int:
 
 def count_lacking(parts: Collection[Codes], parameter: nn.Parameter) -> tuple[int, bool]:
     """Return how many rows of a parameter the parts lack, and whether all of these are padding, which has no part."""
-    num_lacking = parameter.shape[:-1].numel() - sum(part.scales.shape[:-1].numel() for part in parts)
+    num_lacking = math.prod(parameter.shape[:-1]) - sum(math.prod(part.scales.shape[:-1]) for part in parts)
     return num_lacking, num_lacking * parameter.shape[-1] <= getattr(parameter, "padding", 0)
 
 
