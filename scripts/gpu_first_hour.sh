@@ -139,10 +139,10 @@ case ${1:-} in
   8)
     step few_rows_tests 60 "${tests[@]}" tests/gpu/test_gpu_kernels.py -k few_rows
     step few_rows 90 "$python" benchmarks/bench_kernels.py --backends triton --only-products
-    step torch_steps 60 "$python" scripts/gpu_steps.py --products torch
-    step own_steps 60 "$python" scripts/gpu_steps.py --products own
-    step torch_steps_8b 80 "$python" scripts/gpu_steps.py --model qwen3-8b --products torch
-    step own_steps_8b 80 "$python" scripts/gpu_steps.py --model qwen3-8b --products own
+    step torch_steps 60 "$python" scripts/gpu_steps.py --few-rows-bytes 0
+    step own_steps 60 "$python" scripts/gpu_steps.py --few-rows-bytes 1000000000
+    step torch_steps_8b 80 "$python" scripts/gpu_steps.py --model qwen3-8b --few-rows-bytes 0
+    step own_steps_8b 80 "$python" scripts/gpu_steps.py --model qwen3-8b --few-rows-bytes 1000000000
     step cuts 140 "$python" scripts/gpu_sweep.py --only cuts
     ;;
   9)

@@ -1,26 +1,26 @@
 """Times decode steps of 1 to 512 sequences after 100 prompt tokens, and says what the host does meanwhile.
 
     python scripts/gpu_steps.py [--model qwen3-0.6b] [--quantization int8] [--kv-cache-dtype int8]
-        [--products own]
+        [--few-rows-bytes 25165824]
 
 Random weights. 15 steps come before those that are timed. A line has the time of a step, how long the device computed,
 and what the host did. While the device computes a step, the host plans and launches the next one. Then it waits for the
-first. With --products, steps of at most 32 sequences multiply by our own kernel ("own") or by cuBLAS ("torch").
+first. With --few-rows-bytes, layers whose matrices have at most so many bytes multiply up to 32 rows by our own kernel,
+and others by cuBLAS: 0 is cuBLAS alone.
 """
 
 import argparse
 import sys
 import time
 from collections import defaultdict
-from contextlib import ExitStack
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 
-from benchmarks.own_products import MOST_BYTES, choose_products
 from nanovllm import LLM, SamplingParams
+from nanovllm.backends.gpu.triton_backend import TritonKernels
 from nanovllm.engine.plan import StepResult
 from nanovllm.engine.scheduled_step import ScheduledStep
 from nanovllm.utils.clock import Clock
@@ -77,18 +77,15 @@ def main() -> None:
     parser.add_argument("--model", default="qwen3-0.6b")
     parser.add_argument("--quantization")
     parser.add_argument("--kv-cache-dtype", default="auto")
-    parser.add_argument("--products", choices=MOST_BYTES)
+    parser.add_argument("--few-rows-bytes", type=int)
     args = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("gpu_steps.py measures a GPU, and there is no CUDA device here (torch.cuda.is_available())")
     options = vars(args).copy()
-    switches = ExitStack()
-    products = options.pop("products")
-    if products is not None:
-        switches.enter_context(choose_products(products))
+    TritonKernels.few_rows_bytes = options.pop("few_rows_bytes")
     options |= {"load_format": "dummy", "max_num_seqs": max(NUM_SEQS), "max_model_len": 512}
     recorder = Recorder()
-    with switches, LLM(**options) as llm:
+    with LLM(**options) as llm:
         llm.observe(recorder)
         for num_seqs in NUM_SEQS:
             seconds = time_steps(llm, recorder, num_seqs)

@@ -24,14 +24,14 @@ pytest.importorskip("triton")
 from helpers.direct_launches import quantize
 from helpers.pretend_cuda import DEVICE, Operators, noted, pretend_runner, unscored_plan
 
-from benchmarks.own_products import choose_products
 from nanovllm.backends.gpu import experts, gate_and_mul, paged_decode, paged_prefill, rms_norm
 from nanovllm.backends.gpu.combine import combine
 from nanovllm.backends.gpu.cuda_graphs import CudaGraphs
 from nanovllm.backends.gpu.few_rows import MAX_ROWS
-from nanovllm.backends.gpu.few_rows_layer import FewRowsLayer, use_few_rows
+from nanovllm.backends.gpu.few_rows_layer import MOST_BYTES, FewRowsLayer, use_few_rows
 from nanovllm.backends.gpu.round_inputs import give_rounded
 from nanovllm.backends.gpu.startup import keep_one_layer_of_each_kind
+from nanovllm.backends.gpu.triton_backend import TritonKernels
 from nanovllm.backends.steps import EAGER
 from nanovllm.config import MAX_NUM_SEQS
 from nanovllm.features.families.qwen3_moe.ops import Routing
@@ -59,9 +59,10 @@ def test_a_step_of_decodes_launches_what_it_must_and_nothing_else() -> None:
     assert len(launches) + operators.counts.total() == 261
 
 
-def test_own_products_take_the_activation_and_the_residual_along() -> None:
+def test_own_products_take_the_activation_and_the_residual_along(monkeypatch: pytest.MonkeyPatch) -> None:
     """A layer has one launch fewer. More rows than a tile has are torch's, as without them, and so is the head."""
-    with choose_products("own"), pretend_runner() as runner:
+    monkeypatch.setattr(TritonKernels, "few_rows_bytes", sys.maxsize)
+    with pretend_runner() as runner:
         graphs = CudaGraphs(runner)
         for num_rows in (1, MAX_ROWS, MAX_ROWS + 1):
             with noted() as launches, Operators() as operators:
@@ -95,15 +96,16 @@ def test_own_products_take_the_activation_and_the_residual_along() -> None:
 )
 def test_plain_layers_of_small_matrices_take_own_products(model: str, options: dict[str, Any], num_layers: int) -> None:
     with pretend_runner(model, **options) as runner:
-        use_few_rows(runner.model.modules())
+        use_few_rows(runner.model.modules(), MOST_BYTES)
         assert sum(isinstance(layer, FewRowsLayer) for layer in runner.model.layers) == num_layers
 
 
-def test_the_start_runs_layers_in_their_order() -> None:
+def test_the_start_runs_layers_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """The last layer ends as the last norm wants it, even if layers of another kind have products of our own."""
     windows = {"use_sliding_window": True, "sliding_window": 512, "max_window_layers": 2}
     windows["layer_types"] = ["full_attention", "sliding_attention", "full_attention"]
-    with choose_products("own"), pretend_runner(num_layers=3, changes=windows) as runner:
+    monkeypatch.setattr(TritonKernels, "few_rows_bytes", sys.maxsize)
+    with pretend_runner(num_layers=3, changes=windows) as runner:
         layers = list(runner.model.layers)
         layers[2].__class__ = Layer  # as if its matrices were quantised, and those of the others were not
         del layers[2].is_last

@@ -9,6 +9,7 @@ the activation's is gone. A norm still takes one, and reads a sum in place of tw
 
 from collections.abc import Iterable
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -86,7 +87,13 @@ class FewRowsLayer(Layer):
         return self.down_matrix.multiply(gated, None, total), None
 
 
-def use_few_rows(modules: Iterable[nn.Module], most_bytes: int = MOST_BYTES) -> None:
+def choose_few_rows_bytes(device: torch.device) -> int:
+    """Return how many bytes the largest matrix of a layer may have that takes the kernel; 0 if no layer does."""
+    was_timed = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == TIMED_ARCHITECTURE
+    return MOST_BYTES if was_timed else 0
+
+
+def use_few_rows(modules: Iterable[nn.Module], most_bytes: int) -> None:
     """Make the plain layers of a loaded model `FewRowsLayer`s, if the kernel takes all their matrices.
 
     New weights must be written where the old ones are. Layers that several ranks share stay as they are, because what

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +29,8 @@ class TritonKernels(Backend):
     Attributes:
         rounds_inputs: whether norms and SiLU also round what they write, for the products that follow. Whoever lays
             matrices that need it sets it.
+        few_rows_bytes: layers whose matrices have at most so many bytes multiply few rows by the kernel of few_rows.py.
+            None stands for those of `choose_few_rows_bytes`. Benchmarks and tests set another number.
     """
 
     name = "triton"
@@ -39,6 +42,7 @@ class TritonKernels(Backend):
     sampling_values = SAMPLING_VALUES
 
     rounds_inputs = False
+    few_rows_bytes: ClassVar[int | None] = None
 
     step_inputs = staticmethod(step_inputs)
     norm_rope_store = staticmethod(norm_rope_store)
@@ -53,6 +57,14 @@ class TritonKernels(Backend):
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         return silu_and_mul(gate_up, self.rounds_inputs)
+
+    def pack_weights(self, modules: Iterable[nn.Module]) -> None:
+        from nanovllm.backends.gpu.few_rows_layer import choose_few_rows_bytes, use_few_rows
+
+        modules = list(modules)
+        super().pack_weights(modules)
+        most_bytes = self.few_rows_bytes
+        use_few_rows(modules, choose_few_rows_bytes(self.device) if most_bytes is None else most_bytes)
 
     @classmethod
     def why_cannot(cls, device: torch.device) -> str | None:
@@ -90,11 +102,3 @@ class TritonKernels(Backend):
 
 class TritonBackend(CudaBackend, TritonKernels):
     """Our Triton kernels on a GPU."""
-
-    def pack_weights(self, modules: Iterable[nn.Module]) -> None:
-        from nanovllm.backends.gpu.few_rows_layer import TIMED_ARCHITECTURE, use_few_rows
-
-        modules = list(modules)
-        super().pack_weights(modules)
-        if torch.cuda.get_device_capability(self.device)[0] == TIMED_ARCHITECTURE:
-            use_few_rows(modules)
