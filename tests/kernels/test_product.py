@@ -22,7 +22,6 @@ from nanovllm.backends.gpu.dequantize import multiply_dequantized
 from nanovllm.backends.gpu.experts import Operators as ExpertKernels
 from nanovllm.backends.gpu.product import (
     CODES_TILES,
-    MIN_STEPS,
     ROUNDED_TILES,
     Laid,
     choose_step,
@@ -30,6 +29,7 @@ from nanovllm.backends.gpu.product import (
     split_steps,
 )
 from nanovllm.backends.gpu.quantized import Operators, TritonMatrix
+from nanovllm.backends.gpu.tiles import MIN_STEPS
 from nanovllm.backends.gpu.triton_backend import TritonKernels
 from nanovllm.features.families.qwen3_moe.ops import Routing, grouped_linear_reference, route_reference
 from nanovllm.features.quantized import dynamic

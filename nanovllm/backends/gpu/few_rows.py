@@ -20,6 +20,7 @@ from torch import Tensor
 
 from nanovllm.backends.gpu.l2_cache import LINE_BYTES, prefetch_lines
 from nanovllm.backends.gpu.launch import launch, wait_for_predecessor
+from nanovllm.backends.gpu.tiles import add_parts, choose_part_steps
 from nanovllm.backends.gpu.triton_shim import tl, triton
 from nanovllm.utils.integers import ceil_div
 
@@ -31,9 +32,6 @@ MIN_PROGRAMS = 128
 
 MANY_COLUMNS = 16384
 """From so many columns on a tile has twice as many, because each tile reads all rows of x again."""
-
-MIN_STEPS = 4
-"""The fewest steps along K of a program's part of a sum."""
 
 MAX_BLOCK_K = 128
 
@@ -97,19 +95,7 @@ def _few_rows_kernel(
         x = tl.load(x_at + step * BLOCK_K, mask=is_row[:, None], other=0.0)
         weight = tl.load(weight_at + step * BLOCK_K)
         acc = tl.dot(x, tl.trans(weight), acc, input_precision="ieee")
-    is_last = True
-    if PARTS > 1:
-        SIZE: tl.constexpr = BLOCK_M * BLOCK_N
-        partial_at = partial_ptr + tile.to(tl.int64) * PARTS * SIZE + row[:, None] * BLOCK_N + element[None, :]
-        tl.store(partial_at + part * SIZE, acc, mask=is_row[:, None])
-        tl.debug_barrier()  # whoever sees this program's arrival sees what all its threads have stored
-        is_last = tl.atomic_add(arrivals_ptr + tile, 1, sem="acq_rel") == PARTS - 1
-        if is_last:
-            tl.store(arrivals_ptr + tile, 0)
-            acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-            for i in tl.static_range(PARTS):
-                # From the L2 cache: others have written it.
-                acc += tl.load(partial_at + i * SIZE, mask=is_row[:, None], other=0.0, cache_modifier=".cg")
+    acc, is_last = add_parts(acc, partial_ptr, arrivals_ptr, tile, part, PARTS, is_row[:, None])
     if is_last:
         if SILU:
             size = out_size // 2
@@ -158,8 +144,7 @@ def cut_matrix(out_size: int, in_size: int) -> Cut:
     columns, stages = choose_columns(out_size)
     block_k = min(MAX_BLOCK_K, in_size & -in_size)
     num_steps = in_size // block_k
-    num_tiles = max(1, ceil_div(out_size, columns))
-    part_steps = max(ceil_div(num_steps, ceil_div(MIN_PROGRAMS, num_tiles)), min(MIN_STEPS, num_steps))
+    part_steps = choose_part_steps(num_steps, ceil_div(out_size, columns), MIN_PROGRAMS)
     return Cut(columns, stages, block_k, ceil_div(num_steps, part_steps), part_steps)
 
 

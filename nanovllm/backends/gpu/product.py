@@ -19,7 +19,7 @@ from torch import Tensor
 
 from nanovllm.backends.gpu.launch import launch, wait_for_predecessor
 from nanovllm.backends.gpu.round_inputs import find_rounded, round_inputs
-from nanovllm.backends.gpu.tiles import add_parts, locate_tile, place_tile, store_tile
+from nanovllm.backends.gpu.tiles import MIN_STEPS, add_parts, choose_part_steps, locate_tile, place_tile, store_tile
 from nanovllm.backends.gpu.triton_shim import next_power_of_2, num_multiprocessors, tl, triton
 from nanovllm.utils.integers import ceil_div
 
@@ -68,9 +68,6 @@ PLAIN_EXPERT_TILES: Tiles = (
 
 MIN_PROGRAMS = 264
 """A product by codes has so many programs if its sums are long enough: two for each multiprocessor of an H100."""
-
-MIN_STEPS = 4
-"""The fewest steps along K of a program's part of a sum, if it is split. The last part may have fewer."""
 
 BLOCK_K = 128
 """The most inputs of a step along K."""
@@ -193,7 +190,7 @@ def _product_kernel(
             acc = tl.dot(x, weight, acc, input_precision="ieee")
     is_last = True
     if not EXPERTS:
-        acc, is_last = add_parts(acc, partial_ptr, arrivals_ptr, tl.program_id(0), part)
+        acc, is_last = add_parts(acc, partial_ptr, arrivals_ptr, tl.program_id(0), part, tl.num_programs(1))
     if is_last:
         y = acc.to(tl.float32)
         if x_scales_ptr is not None:
@@ -313,8 +310,8 @@ def split_steps(laid: Laid, tile: Tile, num_tiles: int) -> tuple[int, int]:
         part_steps = ceil_div(num_steps, max(1, most))
     else:
         # The last of many ranks may have no rows of a vocabulary.
-        num_columns = max(1, ceil_div(laid.weight.shape[0], CODES_TILES[0][1].columns))
-        part_steps = max(ceil_div(num_steps, ceil_div(MIN_PROGRAMS, num_columns)), min(MIN_STEPS, num_steps))
+        num_columns = ceil_div(laid.weight.shape[0], CODES_TILES[0][1].columns)
+        part_steps = choose_part_steps(num_steps, num_columns, MIN_PROGRAMS)
     return ceil_div(num_steps, part_steps), part_steps
 
 

@@ -1,6 +1,16 @@
-"""Where a program's tile of a product lies, in Triton, how the parts of its sum are added, and how it is stored."""
+"""Where a program's tile of a product lies, in Triton, how its sum is cut into parts, and how it is stored."""
 
 from nanovllm.backends.gpu.triton_shim import tl, triton
+from nanovllm.utils.integers import ceil_div
+
+MIN_STEPS = 4
+"""The fewest steps along K of a program's part of a sum, if it is split. The last part may have fewer."""
+
+
+def choose_part_steps(num_steps: int, num_tiles: int, min_programs: int) -> int:
+    """Return the steps along K of a part of a sum, so that tiles and parts make about `min_programs` programs."""
+    most_parts = ceil_div(min_programs, max(num_tiles, 1))
+    return max(ceil_div(num_steps, most_parts), min(MIN_STEPS, num_steps))
 
 
 @triton.jit
@@ -38,16 +48,17 @@ def locate_tile(offsets_ptr, tile, num_experts, EXPERTS: tl.constexpr, BLOCK_M: 
 
 
 @triton.jit
-def add_parts(acc, partial_ptr, arrivals_ptr, tile, part):
+def add_parts(acc, partial_ptr, arrivals_ptr, tile, part, num_parts, mask=None):
     """Return a tile's sum, and whether this program has it: the tile's last to arrive adds all parts in their order.
 
     It leaves arrivals as it found them: zero.
 
     Args:
         acc: this program's part, [rows, columns].
-        tile, part: their numbers. The second dimension of the grid has the parts.
+        tile, part: their numbers.
+        num_parts: how many parts there are. A constant makes the kernel shorter.
+        mask: which elements of the sum are wanted; None for all. The others become anything.
     """
-    num_parts = tl.num_programs(1)
     is_last = num_parts == 1
     if num_parts > 1:
         BLOCK_M: tl.constexpr = acc.shape[0]
@@ -55,14 +66,15 @@ def add_parts(acc, partial_ptr, arrivals_ptr, tile, part):
         SIZE: tl.constexpr = BLOCK_M * BLOCK_N
         element = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
         partial_at = partial_ptr + tile.to(tl.int64) * num_parts * SIZE + element
-        tl.store(partial_at + part * SIZE, acc)
+        tl.store(partial_at + part * SIZE, acc, mask=mask)
         tl.debug_barrier()  # whoever sees this program's arrival sees what all its threads have stored
         is_last = tl.atomic_add(arrivals_ptr + tile, 1, sem="acq_rel") == num_parts - 1
         if is_last:
             tl.store(arrivals_ptr + tile, 0)
             acc = tl.zeros([BLOCK_M, BLOCK_N], acc.dtype)
             for i in range(num_parts):
-                acc += tl.load(partial_at + i * SIZE, cache_modifier=".cg")  # from L2: others have written it
+                # From L2: others have written it.
+                acc += tl.load(partial_at + i * SIZE, mask=mask, cache_modifier=".cg")
     return acc, is_last
 
 
