@@ -6,23 +6,25 @@ import signal
 import subprocess
 import sys
 from functools import partial, partialmethod
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import yaml
 from helpers.paths import BOX_MODEL, ROOT
 
-pytest.importorskip("lm_eval")
-
-import lm_eval
-from lm_eval.models.huggingface import HFLM
-from lm_eval.tasks import TaskManager
-
 from nanovllm import LLM
 from nanovllm.apps.cli import main
-from nanovllm.lm_eval import NanoVLLM
+
+if TYPE_CHECKING:
+    from lm_eval.models.huggingface import HFLM
+
+    from nanovllm.lm_eval import NanoVLLM
+
+# The harness takes two seconds to import, and so is imported by the tests that run, not by each process that collects.
+pytestmark = pytest.mark.skipif(find_spec("lm_eval") is None, reason="lm_eval is not installed")
 
 TOLERANCE = 1e-3
 
@@ -92,16 +94,23 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def hf() -> HFLM:
+def hf() -> "HFLM":
+    from lm_eval.models.huggingface import HFLM
+
     return HFLM(str(BOX_MODEL), dtype="float32", device="cpu", max_length=192, batch_size=4)
 
 
 @pytest.fixture(scope="module")
-def ours() -> NanoVLLM:
+def ours() -> "NanoVLLM":
+    from nanovllm.lm_eval import NanoVLLM
+
     return NanoVLLM(str(BOX_MODEL), dtype="float32", max_model_len=192, kvcache_block_size=16, max_gen_toks=64)
 
 
 def evaluate(model: Any, folder: Path, names: list[str], **options: Any) -> dict[str, Any]:
+    import lm_eval
+    from lm_eval.tasks import TaskManager
+
     manager = TaskManager(include_path=str(folder), include_defaults=False)
     options = {"bootstrap_iters": 0, **options}
     return lm_eval.simple_evaluate(model=model, tasks=names, task_manager=manager, **options)
@@ -109,7 +118,7 @@ def evaluate(model: Any, folder: Path, names: list[str], **options: Any) -> dict
 
 @pytest.mark.slow
 @pytest.mark.parametrize("chat", [False, True], ids=["plain", "chat template"])
-def test_every_number_is_that_of_the_hf_backend(chat: bool, hf: HFLM, ours: NanoVLLM, tasks: Path) -> None:
+def test_every_number_is_that_of_the_hf_backend(chat: bool, hf: "HFLM", ours: "NanoVLLM", tasks: Path) -> None:
     names = ["sums", "answers", "cut"] if chat else ["sums", "texts", "answers", "cut"]
     expected, found = (
         evaluate(model, tasks, names, apply_chat_template=chat, fewshot_as_multiturn=chat) for model in (hf, ours)
@@ -135,7 +144,9 @@ def instance(*args: Any) -> Any:
     return SimpleNamespace(args=args)
 
 
-def test_an_empty_context_spaces_and_long_contexts_are_as_the_hf_backend_takes_them(hf: HFLM, ours: NanoVLLM) -> None:
+def test_an_empty_context_spaces_and_long_contexts_are_as_the_hf_backend_takes_them(
+    hf: "HFLM", ours: "NanoVLLM"
+) -> None:
     long = "one two three four five six seven " * 40
     pairs = [("", "What is 2"), ("What ", "is 2 plus 2?"), ("What", " is"), (long, "eight"), (long, long[:300])]
     requests = [instance(*pair) for pair in pairs]
@@ -144,7 +155,7 @@ def test_an_empty_context_spaces_and_long_contexts_are_as_the_hf_backend_takes_t
         assert other == pytest.approx(logprob, abs=TOLERANCE) and is_greedy == other_greedy
 
 
-def test_each_request_of_a_task_keeps_its_own_limits_and_stops(ours: NanoVLLM) -> None:
+def test_each_request_of_a_task_keeps_its_own_limits_and_stops(ours: "NanoVLLM") -> None:
     prompt = ours.apply_chat_template([{"role": "user", "content": "Count from 1 to 9."}])
     given = [{"max_gen_toks": 3}, {"until": "5"}, {"until": ["4", "7"], "max_tokens": 40}, {"until": ["<|im_end|>"]}]
     short, to_five, to_four, whole = ours.generate_until([instance(prompt, k) for k in given], disable_tqdm=True)
@@ -154,7 +165,7 @@ def test_each_request_of_a_task_keeps_its_own_limits_and_stops(ours: NanoVLLM) -
         ours.generate_until([instance(prompt, {"max_gen_toks": 192})], disable_tqdm=True)
 
 
-def test_requests_with_the_same_context_are_computed_together(ours: NanoVLLM) -> None:
+def test_requests_with_the_same_context_are_computed_together(ours: "NanoVLLM") -> None:
     contexts = [" ".join(f"{letter}{i}" for i in range(60)) for letter in "abcdef"]
     requests = [instance(context, f" {i}") for i in range(4) for context in contexts]
     before = ours.llm.stats()
@@ -169,7 +180,9 @@ def test_requests_with_the_same_context_are_computed_together(ours: NanoVLLM) ->
     assert computed - prompts <= sum(n + 4 * 20 for n in lengths)
 
 
-def test_the_harness_knows_it_by_its_name_and_an_llm_can_be_given(tasks: Path, ours: NanoVLLM) -> None:
+def test_the_harness_knows_it_by_its_name_and_an_llm_can_be_given(tasks: Path, ours: "NanoVLLM") -> None:
+    from nanovllm.lm_eval import NanoVLLM
+
     arguments = f"pretrained={BOX_MODEL},dtype=float32,max_model_len=192,kvcache_block_size=16"
     by_name = evaluate("nanovllm", tasks, ["sums"], model_args=arguments, limit=3)
     given = evaluate(NanoVLLM(ours.llm), tasks, ["sums"], limit=3)
@@ -182,6 +195,9 @@ def test_the_six_lines_of_the_docs_run(tasks: Path, monkeypatch: pytest.MonkeyPa
 
     The harness's own tasks, which are thousands of files, are not read.
     """
+    import lm_eval
+    from lm_eval.tasks import TaskManager
+
     monkeypatch.setattr(lm_eval.evaluator, "TaskManager", partial(TaskManager, include_defaults=False))
     code = (ROOT / "docs" / "evaluation.md").read_text().split("```python\n")[1].split("```")[0]
     assert len([line for line in code.splitlines() if line]) <= 6
@@ -201,6 +217,8 @@ def test_the_command_is_the_harnesss_own_with_our_model(
     tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """In this process, which has imported the harness. Its own tasks are not read."""
+    from lm_eval.tasks import TaskManager
+
     monkeypatch.setattr(TaskManager, "__init__", partialmethod(TaskManager.__init__, include_defaults=False))
     monkeypatch.setattr(sys, "argv", [])  # the command sets it
     command = ["eval", "--model", str(BOX_MODEL), "dtype=float32", "max_model_len=192"]
@@ -248,7 +266,7 @@ def test_ctrl_c_ends_an_evaluation_within_seconds_without_results(tasks: Path, t
 
 
 def test_an_interrupted_evaluation_leaves_a_model_that_evaluates(
-    ours: NanoVLLM, monkeypatch: pytest.MonkeyPatch
+    ours: "NanoVLLM", monkeypatch: pytest.MonkeyPatch
 ) -> None:
     requests = [instance(f"What is {i} plus {i}?", {"until": ["STOP"], "max_gen_toks": 20}) for i in range(4)]
     expected = ours.generate_until(requests, disable_tqdm=True)
