@@ -184,6 +184,18 @@ def test_the_summary_tells_each_kind_of_error_with_the_first_and_the_file_of_cou
     assert counts["load_seconds"] < 60 and counts["peak_memory_bytes"] > 10 << 20
 
 
+def test_the_counts_of_tokens_are_the_sums_of_the_results(tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
+    stats = tmp_path / "stats"
+    run(write_lines(tmp_path / "in", [*LINES[:5], {"prompt": ""}]), tmp_path / "out", stats=str(stats))
+    usages = [answer["response"]["body"]["usage"] for answer in read_answers(tmp_path / "out") if not answer["error"]]
+    counts = json.loads(stats.read_text())
+    assert counts["num_prompt_tokens"] == sum(usage["prompt_tokens"] for usage in usages) == 1 + 2 + 3 + 4 + 5
+    assert counts["num_generated_tokens"] == sum(usage["completion_tokens"] for usage in usages)
+    assert counts["num_cached_tokens"] == len(usages)  # this engine finds one token of each prompt
+    assert counts["cache_hit_rate"] == round(5 / 15, 4)
+    assert "15 prompt tokens, 33.3% of them from the prefix cache; " in log.text
+
+
 def test_the_chat_template_gets_its_arguments_and_text_parts() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     line = {"messages": [{"role": "user", "content": parts}], "chat_template_kwargs": {"think": 0}}
@@ -305,6 +317,16 @@ BAD_LINES = {
         "text",
     ),
     "no content": (with_chat(messages=[{"role": "user", "content": None}]), "invalid_request", "message 0"),
+    "calls that are no list": (
+        with_chat(messages=[{"role": "assistant", "tool_calls": "a"}]),
+        "invalid_request",
+        "message 0 has the tool_calls 'a'",
+    ),
+    "a call of nothing": (
+        with_chat(messages=[HELLO[0], {"role": "assistant", "tool_calls": [{"type": "function", "function": {}}]}]),
+        "invalid_request",
+        "message 1 has the tool_calls",
+    ),
 }
 
 

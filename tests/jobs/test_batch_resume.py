@@ -276,3 +276,29 @@ def test_sigterm_ends_a_job_as_ctrl_c_does_with_a_status_of_its_own(
     monkeypatch.undo()
     assert run(source, tmp_path / "out") == Status.OK
     assert len(texts_by_id(tmp_path / "out")) == 30
+
+
+@pytest.mark.parametrize("is_held", [True, False])
+def test_sigterm_goes_to_whoever_holds_sigint_and_ends_the_job_where_sigint_is_ignored(
+    is_held: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine holds SIGINT until its step has ended. A shell's background job ignores it."""
+    held: list[int] = []
+
+    def hold(number: int, frame: Any) -> None:
+        held.append(number)
+
+    def answer(self: InstantLLM, token_ids: list[int], params: Any) -> dict[str, Any]:
+        if len(self.requests) == 20:
+            before = signal.signal(signal.SIGINT, hold if is_held else signal.SIG_IGN)
+            try:
+                signal.raise_signal(signal.SIGTERM)
+            finally:
+                signal.signal(signal.SIGINT, before)
+        return real_answer(self, token_ids, params)
+
+    real_answer = InstantLLM._answer
+    monkeypatch.setattr(InstantLLM, "_answer", answer)
+    status = run(write_lines(tmp_path / "in", LINES), tmp_path / "out")
+    assert status == (Status.OK if is_held else Status.TERMINATED)
+    assert set(held) == ({signal.SIGINT} if is_held else set())

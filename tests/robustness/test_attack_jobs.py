@@ -455,6 +455,7 @@ def test_another_model_or_version_is_refused_or_accepted_and_recorded(
     assert "engine.model was 'a digest' and is 'another digest'" in log.text and "--accept-changes" in log.text
     assert out.read_bytes() == half
     assert run(finished.source, out, other, accept_changes=True) == Status.LINES_FAILED
+    assert "accepted: engine.model was 'a digest' and is 'another digest'" in log.text
     assert content_of(out) == finished.content
     manifest = json.loads(out.with_name(out.name + ".job.json").read_text())
     (change,) = manifest["changes"]
