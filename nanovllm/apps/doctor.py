@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 PACKAGES = ("torch", "triton", "flash-attn", "transformers", "tokenizers", "safetensors", "huggingface-hub", "numpy")
-EXTRAS = ("xxhash", "llguidance", "ray", "lm_eval")
+EXTRAS = ("xxhash", "llguidance", "gguf", "ray", "lm_eval")
 VARIABLES = ("OMP_NUM_THREADS", "CXX", "CUDA_VISIBLE_DEVICES", "HF_HOME", "HF_ENDPOINT", "HF_HUB_OFFLINE")
 FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "sve", "bf16")
 """Flags of processors that decide how fast the CPU kernels are."""

@@ -1,0 +1,1 @@
+"""Models in GGUF, the format of llama.cpp: one file, or several, with configuration, tokenizer and weights."""
