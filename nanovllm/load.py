@@ -81,13 +81,12 @@ def make_engine(asked: EngineConfig) -> LLMEngine:
         from nanovllm.features.drafts.draft_model import find_draft
 
         config = find_draft(asked, config, folder, find_config)
-    place = None if folder is None else folder.path
     with ThreadPoolExecutor(1) as pool, ExitStack() as on_error:
         # The tokenizer is read beside the weights, whose reading needs little Python.
-        tokenizer_to_be = pool.submit(Tokenizer.find, place, config.max_model_len)
+        tokenizer_to_be = None if folder is None else pool.submit(folder.read_tokenizer, config.max_model_len)
         runner, allocate_cache = load_runner(config, hf_config, weights)
         on_error.callback(runner.close)
-        tokenizer = tokenizer_to_be.result()
+        tokenizer = None if tokenizer_to_be is None else tokenizer_to_be.result()
         num_blocks = allocate_cache()
         config = fit_length(config, num_blocks)  # without a given max_model_len, as many tokens as the cache can hold
         if tokenizer is not None:
@@ -350,6 +349,8 @@ def load_parser(config: ResolvedConfig, tokenizer: Tokenizer | None) -> "AnswerP
 
 def find_pooling(folder: ModelFolder | None, hidden_size: int) -> Pooling:
     """Return how a folder makes vectors: as the files of sentence-transformers say, else of the last hidden state."""
+    if folder is not None and folder.pooling is not None:
+        return folder.pooling
     if folder is None or not any((folder.path / name).exists() for name in ("modules.json", "1_Pooling")):
         return LAST_TOKEN_POOLING
     from nanovllm.features.scoring.pooling_files import read_pooling

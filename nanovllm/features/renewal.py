@@ -20,7 +20,7 @@ from nanovllm.models.layers.linear import MatrixModule
 from nanovllm.models.layers.parallel import Parallel
 from nanovllm.models.layers.weights import WeightTarget
 from nanovllm.models.model_config import find_ends, find_family, is_headless
-from nanovllm.models.model_folder import ModelFolder, open_tensors
+from nanovllm.models.model_folder import ModelFolder
 from nanovllm.models.weight_names import find_elsewhere, find_module_targets, name_canonically, name_some
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.utils.checks import as_bool, as_choice, as_integer, as_list, quote
@@ -483,8 +483,9 @@ def open_checkpoint(folder: Path, config: "PretrainedConfig") -> Iterator[dict[s
     """
     with ExitStack() as stack:
         sources: dict[str, Any] = {}
-        for path in ModelFolder(folder).files:
-            file = stack.enter_context(open_tensors(path))
+        model = ModelFolder(folder)
+        for path in model.files:
+            file = stack.enter_context(model.open_tensors(path))
             sources |= {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  # not a dict
         names = name_canonically(sources, config)
         yield {names[name]: source for name, source in sources.items()}

@@ -8,7 +8,7 @@ import torch
 
 from nanovllm.models.layers.weights import FLOATS
 from nanovllm.models.model_config import OTHERS, find_ends, find_family, is_headless
-from nanovllm.models.model_folder import ModelFolder, open_tensors
+from nanovllm.models.model_folder import ModelFolder
 from nanovllm.models.weight_names import name_canonically, name_some
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class Headers:
     def read_shape(self, name: str) -> list[int] | None:
         """Return the shape of a tensor; None if it holds codes, whose shape depends on their format."""
         path, own = self._places[name]
-        with open_tensors(path) as file:
+        with self.folder.open_tensors(path) as file:
             tensor = file.get_slice(own)
             return list(tensor.get_shape()) if tensor.get_dtype() in FLOATS else None
 
@@ -63,7 +63,7 @@ class Headers:
         """Return whether two tensors have the same values: see `are_equal`."""
         path, own = self._places[name]
         other_path, other_own = self._places[other]
-        with open_tensors(path) as file, open_tensors(other_path) as other_file:
+        with self.folder.open_tensors(path) as file, self.folder.open_tensors(other_path) as other_file:
             return are_equal(file.get_slice(own), other_file.get_slice(other_own))
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.models.model_config import find_rotary_dim
-from nanovllm.models.model_folder import ModelFolder, open_tensors
+from nanovllm.models.model_folder import ModelFolder
 from nanovllm.models.weight_names import name_some
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def check_leftovers(
     """
     doubts: dict[str, str] = {}
     for path in sorted(set(places.values())):
-        with open_tensors(path) as file:
+        with folder.open_tensors(path) as file:
             for name in (name for name, place in places.items() if place == path):
                 doubt = find_doubt(names[name], file.get_slice(name), targets, config)
                 if doubt is not None:

@@ -12,9 +12,11 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from nanovllm.engine.pooling import Pooling
 from nanovllm.models.hub import QUANTIZATION_CONFIGS
 from nanovllm.models.model_config import is_about_cache_alone, name_method, read_json, take_text_config
-from nanovllm.utils.checks import quote
+from nanovllm.text.tokenizer import Tokenizer
+from nanovllm.utils.checks import INT64_MAX, quote
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +36,7 @@ SETTINGS_FILE = "settings_file"
 
 
 class ModelFolder:
-    """The files of a folder in which a model was saved.
+    """The files of a folder in which a model was saved. A model in another form has a subclass.
 
     Every property raises a ValueError that names a file which cannot be read. Ranks get the object with what it has
     read. `refresh` returns another one if files of the checkpoint have changed since.
@@ -131,12 +133,25 @@ class ModelFolder:
             check_is_file(path)
         return files
 
+    @contextmanager
+    def open_tensors(self, path: Path) -> Iterator[Any]:
+        """Open a file of tensors; raises a ValueError if it cannot be read.
+
+        Yields:
+            What safetensors' `safe_open` returns, or an object with its methods `keys` and `get_slice`.
+        """
+        try:
+            with safe_open(path, framework="pt") as file:
+                yield file
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{path} cannot be read: {error}") from error
+
     @cached_property
     def places(self) -> dict[str, Path]:
         """{name of a tensor: its file}. It is a ValueError if two files have the same name."""
         found: dict[str, Path] = {}
         for path in self.files:
-            with open_tensors(path) as file:
+            with self.open_tensors(path) as file:
                 names = file.keys()
             if double := found.keys() & set(names):
                 raise ValueError(f"{path}: tensor {min(double)} is in another file too")
@@ -149,9 +164,18 @@ class ModelFolder:
         facts = [(path.absolute(), path.stat()) for path in self.files]
         return tuple((path, fact.st_size, fact.st_mtime_ns, fact.st_ino) for path, fact in facts)
 
+    @property
+    def pooling(self) -> Pooling | None:
+        """How the model makes vectors; None if the files of sentence-transformers say it, or nobody."""
+        return None
+
+    def read_tokenizer(self, max_model_len: int = INT64_MAX) -> Tokenizer | None:
+        """Return the model's tokenizer; None if it has none. See `Tokenizer`."""
+        return Tokenizer.find(self.path, max_model_len)
+
     def refresh(self) -> "ModelFolder":
         """Return this object, or one that has read nothing if the checkpoint has other files now."""
-        now = ModelFolder(self.path)
+        now = type(self)(self.path)
         return self if now.stamps == self.stamps else now
 
 
@@ -181,13 +205,3 @@ def check_is_file(path: Path) -> None:
         raise ValueError(f"{path}{link} cannot be read: {error.strerror}") from error
     if not is_file:
         raise ValueError(f"{path} is not a file")
-
-
-@contextmanager
-def open_tensors(path: Path) -> Iterator[Any]:
-    """Open a file of tensors; raises a ValueError if it cannot be read."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            yield file
-    except (SafetensorError, OSError) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from error

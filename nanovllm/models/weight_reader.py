@@ -17,7 +17,7 @@ from nanovllm.models.decoder import Decoder
 from nanovllm.models.layers.parallel import Parallel
 from nanovllm.models.layers.weights import Quantizer, WeightTarget
 from nanovllm.models.model_config import find_ends
-from nanovllm.models.model_folder import ModelFolder, open_tensors
+from nanovllm.models.model_folder import ModelFolder
 from nanovllm.models.weight_names import find_elsewhere, find_targets, name_canonically, name_some
 from nanovllm.utils.progress import hide_unless
 
@@ -137,7 +137,7 @@ def load_weights(
     copy = model.backend.make_copier()
     files = folder.files
     for path in tqdm(files, desc="Loading weights", unit="file", **hide_unless(show_progress and len(files) > 1)):
-        with open_tensors(path) as file:
+        with folder.open_tensors(path) as file:
             for name in file.keys():  # noqa: SIM118  # not a dict
                 parallel.raise_failure()
                 source = file.get_slice(name)

@@ -3,7 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -591,8 +591,15 @@ def test_each_file_of_settings_and_each_header_is_read_once(tmp_path: Path, monk
         read.append(path.name)
         return function(path)
 
-    for name in ("read_json", "open_tensors"):
-        monkeypatch.setattr(model_folder, name, partial(count, getattr(model_folder, name)))
+    def list_places(folder: ModelFolder) -> Any:
+        read.extend(path.name for path in folder.files)
+        return read_headers(folder)
+
+    read_headers = ModelFolder.places.func
+    places = cached_property(list_places)
+    places.__set_name__(ModelFolder, "places")
+    monkeypatch.setattr(ModelFolder, "places", places)
+    monkeypatch.setattr(model_folder, "read_json", partial(count, model_folder.read_json))
     say(tmp_path)
     shards = [path.name for path in tmp_path.glob("*.safetensors")]
     index = "model.safetensors.index.json"

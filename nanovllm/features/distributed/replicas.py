@@ -44,7 +44,6 @@ from nanovllm.features.distributed.follower_process import BEAT, describe_end, d
 from nanovllm.features.distributed.replica import ABORT, Start
 from nanovllm.models.model_folder import ModelFolder
 from nanovllm.outputs import Output
-from nanovllm.text.tokenizer import Tokenizer
 from nanovllm.utils.checks import refuse
 from nanovllm.utils.machine import cpu_quota, list_sockets
 from nanovllm.utils.memory import free_memory
@@ -430,7 +429,7 @@ def load_replicas(
         lengths = [replica.config.max_model_len for replica in group.replicas if replica.config is not None]
         config = replace(first.config, data_parallel_size=asked.data_parallel_size, speculative_config=None)
         config = replace(config, max_model_len=min(lengths))  # their pools may differ by some blocks
-        tokenizer = Tokenizer.find(None if folder is None else folder.path, config.max_model_len)
+        tokenizer = None if folder is None else folder.read_tokenizer(config.max_model_len)
         engine = assemble(config, facts, tokenizer, group, first.stats["num_blocks"], ReplicatedEngine)
     except BaseException:
         group.close()

@@ -108,8 +108,7 @@ def find_draft(
                 f"it is made for {own.max_model_len} tokens, and max_model_len is {config.max_model_len}: set that to "
                 f"at most {own.max_model_len}"
             )
-        paths = [None if found is None else found.path for found in (model_folder, folder)]
-        check_same_ids(*map(Tokenizer.find, paths))
+        check_same_ids(*(None if found is None else found.read_tokenizer() for found in (model_folder, folder)))
     except ValueError as error:
         raise ValueError(f"speculative_config: model {quote(name)} cannot draft for {config.model}: {error}") from error
     draft = {
