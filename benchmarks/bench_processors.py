@@ -36,7 +36,7 @@ from nanovllm.backends.cpu.backend import CpuBackend
 from nanovllm.backends.cpu.dynamic import DynamicLibrary
 from nanovllm.backends.cpu.quantized import CpuMatrix, QuantizedLibrary
 from nanovllm.backends.cpu.scratch import Scratch
-from nanovllm.features.quantized.codes import Codes, InputScales
+from nanovllm.features.quantized.codes import Codes, InputScales, Scales
 from nanovllm.ops.attention import AttentionVariant
 from nanovllm.ops.step_inputs import StepInputs
 
@@ -113,7 +113,7 @@ def quantized_products(built: dict[str, Built], bits: int, rows: int, dynamic: b
         for size, out in SHAPES * LAYERS:
             codes = torch.ones(out, size * bits // 8, dtype=torch.int8 if bits == 8 else torch.uint8)
             scales = torch.ones(out, max(1, size // group))
-            made = Codes(bits, codes, scales, None, group, input_scales=input_scales)
+            made = Codes(bits, codes, Scales(scales), None, group, input_scales=input_scales)
             packed.append(CpuMatrix(made, torch.bfloat16, Scratch()))
         return packed
 

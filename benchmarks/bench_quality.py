@@ -36,7 +36,7 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from nanovllm import LLM
-from nanovllm.features.quantized.codes import Codes, pack_int4, quantize_int8
+from nanovllm.features.quantized.codes import Codes, Scales, pack_int4, quantize_int8
 from nanovllm.models.hub import find_model
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -290,7 +290,7 @@ def round_matrix(weight: Tensor, rounding: str | int | None) -> Tensor:
     # As formats with a fixed zero of 8 do: the largest magnitude becomes code 0 or 15, whichever side it is on.
     scales = groups.abs().amax(2).clamp(min=1e-12) / 7.5
     codes = (groups / scales.unsqueeze(2)).round().clamp(-8, 7).to(torch.int16).flatten(1)[:, :size] + 8
-    return Codes(4, pack_int4(codes), scales, None, rounding).dequantize()
+    return Codes(4, pack_int4(codes), Scales(scales), None, rounding).dequantize()
 
 
 def compare_window(candidate: LLM, reference: LLM, window: Window) -> Tally:

@@ -44,7 +44,7 @@ from nanovllm.backends.gpu.quantized import TritonMatrix
 from nanovllm.backends.gpu.sample import sample
 from nanovllm.backends.gpu.triton_backend import TritonBackend
 from nanovllm.features.families.qwen3_moe.ops import route_reference
-from nanovllm.features.quantized.codes import Codes, InputScales
+from nanovllm.features.quantized.codes import Codes, InputScales, Scales
 from nanovllm.features.quantized.torch_matrix import TorchMatrix
 from nanovllm.ops.silu_and_mul import silu_and_mul_reference
 
@@ -219,7 +219,7 @@ def draw_codes(shape: tuple[int, ...], form: tuple[int, int, bool]) -> Codes:
     codes = torch.randint(0, 256, (*leading, in_size * bits // 8), dtype=torch.uint8, device="cuda")
     scales = torch.rand(*leading, in_size // group_size, device="cuda")
     zeros = torch.full(scales.shape, 7, dtype=torch.int16, device="cuda") if has_zeros else None
-    return Codes(bits, codes.view(torch.int8) if bits == 8 else codes, scales, zeros, group_size)
+    return Codes(bits, codes.view(torch.int8) if bits == 8 else codes, Scales(scales), zeros, group_size)
 
 
 def check_experts(on_gpu: bool, form: tuple[int, int, bool]) -> None:

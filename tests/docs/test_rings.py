@@ -158,7 +158,7 @@ TESTS_OF = {
     "drafts": {"features/drafts"},
     "edits": {"features/edits"},
     "features/test_adapters.py": {"features/renewal"},
-    "gguf": {"features/gguf"},
+    "gguf": {"features/gguf", "features/quantized"},
     "gpu/test_gpu_features.py": {"features/drafts"},
     "jobs": {"apps"},
     "models/test_any_model.py": {"features/families/any_causal"},

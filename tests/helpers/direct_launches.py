@@ -35,7 +35,7 @@ from nanovllm.features.distributed.collectives import GroupParallel
 from nanovllm.features.distributed.pipeline import FirstStage, PipelineHandle, StageInputs, StageParallel, StageRunner
 from nanovllm.features.edits.logit_edits import LogitEdits, PenaltyCounts
 from nanovllm.features.families.qwen3_moe.decoder import Experts
-from nanovllm.features.quantized.codes import Codes, InputScales
+from nanovllm.features.quantized.codes import Codes, InputScales, Scales
 from nanovllm.models.layers.linear import MatrixModule
 from nanovllm.ops.attention import AttentionVariant, KVCache
 from nanovllm.runner.model_runner import ModelRunner
@@ -326,7 +326,7 @@ def quantize(runner: ModelRunner, bits: int, group_size: int | None, input_scale
         codes = torch.empty(*outs, size * bits // 8, dtype=dtype, device=DEVICE)
         scales = torch.empty(*outs, ceil_div(size, group_size or size), device=DEVICE)
         zeros = torch.empty(scales.shape, dtype=torch.int16, device=DEVICE) if bits == 4 else None
-        return Codes(bits, codes, scales, zeros, group_size or size, input_scales=input_scales)
+        return Codes(bits, codes, Scales(scales), zeros, group_size or size, input_scales=input_scales)
 
     for module in runner.model.modules():
         if isinstance(module, Experts):

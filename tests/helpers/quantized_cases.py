@@ -3,7 +3,7 @@
 import torch
 
 from helpers.kernel_cases import DEVICE
-from nanovllm.features.quantized.codes import Codes
+from nanovllm.features.quantized.codes import Codes, Scales
 
 FORMATS = [(8, 0, False), (8, 128, True), (8, 64, False), (4, 0, False), (4, 32, True), (4, 128, True), (4, 32, False)]
 """Bits, group size (0: a row is one group), whether there are zeros."""
@@ -23,4 +23,4 @@ def make_codes(
     packed = codes.to(torch.int8) if bits == 8 else codes[..., ::2].byte() | codes[..., 1::2].byte() << 4
     order = torch.randperm(in_size, generator=generator).to(DEVICE) if is_sorted else None
     zeros = None if zeros is None else zeros.to(DEVICE, torch.int16)
-    return Codes(bits, packed.to(DEVICE), scales.to(DEVICE), zeros, group_size or in_size, order)
+    return Codes(bits, packed.to(DEVICE), Scales(scales.to(DEVICE)), zeros, group_size or in_size, order)

@@ -1,6 +1,6 @@
 """Checks of the C++ kernels for quantised matrices against their dequantised weights, for any build of them."""
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from itertools import pairwise
 
 import torch
@@ -10,7 +10,7 @@ from helpers.cpu_checks import rounding
 from nanovllm.backends.cpu.quantized import CpuMatrix
 from nanovllm.backends.cpu.scratch import Scratch
 from nanovllm.features.families.qwen3_moe.ops import Routing, grouped_linear_reference
-from nanovllm.features.quantized.codes import Codes, pack_int4, quantize_int8
+from nanovllm.features.quantized.codes import Codes, Scales, pack_int4, quantize_int8
 from nanovllm.utils.integers import ceil_div
 
 FORMATS = {
@@ -41,7 +41,7 @@ def draw_codes(shape: tuple[int, ...], name: str, generator: torch.Generator) ->
     return Codes(
         bits,
         pack_int4(codes) if bits == 4 else codes.to(torch.int8),
-        torch.rand(groups, generator=generator) / 2**bits,
+        Scales(torch.rand(groups, generator=generator) / 2**bits),
         zeros if has_zeros else None,
         group_size,
     )
@@ -108,7 +108,5 @@ def check_quantized_experts(name: str, dtype: torch.dtype, in_features: int, out
     expected = grouped_linear_reference(x.double(), codes.dequantize().double(), routing, gather=True)
     torch.testing.assert_close(y.double(), expected, rtol=rounding(dtype), atol=rounding(dtype) * in_features)
     for expert, (begin, end) in enumerate(pairwise(offsets.tolist())):
-        own = {f.name: v[expert] for f in fields(codes) if isinstance(v := getattr(codes, f.name), Tensor)}
-        alone = replace(codes, **own)
-        matrix = CpuMatrix(alone, dtype, Scratch())
+        matrix = CpuMatrix(codes.take_expert(expert), dtype, Scratch())
         assert torch.equal(matrix.multiply(x[tokens[begin:end]], None), y[begin:end])

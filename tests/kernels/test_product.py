@@ -33,7 +33,7 @@ from nanovllm.backends.gpu.tiles import MIN_STEPS
 from nanovllm.backends.gpu.triton_backend import TritonKernels
 from nanovllm.features.families.qwen3_moe.ops import Routing, grouped_linear_reference, route_reference
 from nanovllm.features.quantized import dynamic
-from nanovllm.features.quantized.codes import Codes, InputScales
+from nanovllm.features.quantized.codes import Codes, InputScales, Scales
 from nanovllm.features.quantized.formats import INT8, INT8_DYNAMIC
 from nanovllm.features.quantized.torch_matrix import TorchMatrix
 
@@ -98,7 +98,7 @@ def test_whole_numbers_have_the_bits_of_a_sum_in_float64(form: Form) -> None:
     """Inputs and scales whose products and sums are exact: then no order of a sum plays a part."""
     in_size = 256 if form[1] else 200
     codes = make_codes((70, in_size), *form)
-    codes = replace(codes, scales=codes.scales.log2().floor().exp2())
+    codes = replace(codes, scales=codes.scales.map(lambda values: values.log2().floor().exp2()))
     weights = codes.dequantize().double()
     matrix = TritonMatrix(codes, torch.float32)
     for num_rows in (1, 17, 65):
@@ -307,7 +307,9 @@ def test_a_split_has_a_counter_for_each_tile_and_no_empty_part(
 
 def test_the_largest_sums_are_exact() -> None:
     """All inputs are 127 or -127, and checkpoints have codes of -128: a sum of 1,280 needs 25 bits."""
-    codes = Codes(8, torch.full((40, 1280), 127, dtype=torch.int8, device=DEVICE), randn(40, 1).abs(), None, 1280)
+    codes = Codes(
+        8, torch.full((40, 1280), 127, dtype=torch.int8, device=DEVICE), Scales(randn(40, 1).abs()), None, 1280
+    )
     codes.codes[20:] = -128
     codes.codes[0, -1] = 126
     codes = replace(codes, input_scales=InputScales.TOKEN)
@@ -373,7 +375,7 @@ def test_what_the_kernel_cannot_take_is_refused() -> None:
     most = dynamic.MOST_INPUTS
     assert most * 127 * 128 < 2**31 <= (most + 1) * 127 * 128
     weight = torch.zeros(1, 1, most + 1, dtype=torch.int8)
-    codes = Codes(8, weight, torch.ones(1, 1, 1), None, most + 1, input_scales=InputScales.TOKEN)
+    codes = Codes(8, weight, Scales(torch.ones(1, 1, 1)), None, most + 1, input_scales=InputScales.TOKEN)
     for one in (codes, codes.take_expert(0)):
         with pytest.raises(ValueError, match=rf"{most + 1} inputs, and int32 adds the products of at most {most} "):
             TritonMatrix(one, HALF)

@@ -76,7 +76,7 @@ def test_products_are_those_of_the_rounded_inputs(multiply: Callable[..., Tensor
     weight = quantize_int8(torch.randn(50, 300, generator=generator))
     x = torch.randn(9, 300, generator=generator)
     bias = torch.randn(50, generator=generator)
-    found = multiply(x, weight.codes, weight.scales[:, 0], bias)
+    found = multiply(x, weight.codes, weight.scales.values[:, 0], bias)
     expected = round_by_hand(x, share).double() @ weight.dequantize().double().T + bias
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-4)
     plain = x.double() @ weight.dequantize().double().T + bias
@@ -98,7 +98,7 @@ def test_a_broken_number_breaks_its_row_alone(broken: float, multiply: Callable[
     weight = quantize_int8(torch.randn(20, 300))
     x = torch.randn(3, 300)
     x[1, 200] = broken
-    y = multiply(x, weight.codes, weight.scales[:, 0], None)
+    y = multiply(x, weight.codes, weight.scales.values[:, 0], None)
     assert y[1].isnan().all() and y[[0, 2]].isfinite().all()
 
 

@@ -45,7 +45,7 @@ def lay_bytes(codes: Codes) -> Laid:
     for matrix, target in zip(matrices, packed, strict=True):
         library.call("pack_dynamic", None, matrix, target, out_features, in_features)
     scales = torch.zeros(len(matrices), columns, dtype=torch.float32)
-    scales[:, :out_features] = codes.scales[None].flatten(0, -3)[..., 0]
+    scales[:, :out_features] = codes.scales.values[None].flatten(0, -3)[..., 0]
     return_freed_memory()
     sizes = (in_features, out_features)
     return Laid(library, "linear_dynamic", "grouped_dynamic", "dynamic_rows", (packed, scales), sizes)

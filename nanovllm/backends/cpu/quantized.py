@@ -122,12 +122,14 @@ def lay_codes(codes: Codes, dtype: torch.dtype) -> Laid:
     library = quantized_library()
     in_features = codes.in_features
     out_features = codes.out_features
-    inputs = CHUNK_BYTES * 8 // (PANEL * codes.bits)  # of a chunk
+    inputs = CHUNK_BYTES * codes.codes_per_byte // PANEL  # of a chunk
     group = codes.group_size
+    if codes.minima is not None or codes.numbers is not None:
+        raise ValueError('the CPU kernels do not take GGUF\'s blocks yet: use attention_backend="torch"')
     if group < in_features and group % inputs:
         raise ValueError(f"the CPU kernels take groups of a multiple of {inputs} inputs, not {group}")
     form = INT4_CODES
-    if codes.bits == 8:
+    if codes.bits > 4:
         form = WHOLE_CODES if codes.codes.numel() and codes.codes.min() == -128 else INT8_CODES
     size = ceil_div(out_features, PANEL) * ceil_div(in_features, inputs) * CHUNK_BYTES
     matrices = codes.codes.reshape(-1, *codes.codes.shape[-2:]).contiguous()
@@ -137,7 +139,7 @@ def lay_codes(codes: Codes, dtype: torch.dtype) -> Laid:
     zeros = None
     if codes.zeros is not None:
         zeros = _by_panel(codes.zeros.float() - (8 if codes.bits == 4 else 0))
-    tensors = (packed, _by_panel(codes.scales), zeros)
+    tensors = (packed, _by_panel(codes.scales.float32()), zeros)
     return_freed_memory()
     sizes = (in_features, out_features, min(group, in_features), form)
     return Laid(library, "linear_codes", "grouped_codes", "weight_rows", tensors, sizes)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from nanovllm.backends.gpu.dequantize import multiply_dequantized
 from nanovllm.backends.gpu.product import CODES_TILES, Laid, choose_step, limit_rows, make_arrivals, product
-from nanovllm.features.quantized.codes import Codes, InputScales
+from nanovllm.features.quantized.codes import Codes, InputScales, Scales
 from nanovllm.features.quantized.dynamic import MOST_INPUTS
 from nanovllm.features.quantized.formats import Format
 from nanovllm.features.quantized.torch_matrix import MatrixOperators, TorchMatrix
@@ -37,9 +37,10 @@ class TritonMatrix(TorchMatrix):
         refuse_codes(codes)
         zeros = None if codes.zeros is None else _lay_by_column(codes.zeros.to(torch.int32))
         weight = codes.codes.contiguous()
+        scales = _lay_by_column(codes.scales.values)
         # Each of these tensors is there once: `rows` reads it in the order of `Codes`, the kernel in that of columns.
-        super().__init__(replace(codes, codes=weight, scales=_lay_by_column(codes.scales), zeros=zeros), dtype)
-        values = (self._codes.scales.mT, None if zeros is None else zeros.mT)
+        super().__init__(replace(codes, codes=weight, scales=Scales(scales), zeros=zeros), dtype)
+        values = (scales.mT, None if zeros is None else zeros.mT)
         self._laid = Laid(weight, codes.bits, codes.group_size, *values, rounds=codes.input_scales is not None)
         if weight.dim() == 2:
             self._laid = self._laid._replace(arrivals=make_arrivals(self._laid))
@@ -60,6 +61,8 @@ class TritonMatrix(TorchMatrix):
 
 def refuse_codes(codes: Codes) -> None:
     """Raise a ValueError if the kernel cannot take a matrix, or those of experts."""
+    if codes.minima is not None or codes.numbers is not None or codes.scales.values.dtype != torch.float32:
+        raise ValueError('the Triton kernel does not take GGUF\'s blocks yet: use attention_backend="torch" or "cpu"')
     if codes.order is not None and codes.codes.dim() > 2:
         raise ValueError(
             "these experts' columns are sorted by their group (desc_act), which the grouped Triton kernel does not "
@@ -97,7 +100,9 @@ class Operators(MatrixOperators):
         if old is None:
             return new
         old._codes.codes.copy_(new._codes.codes)
-        old._codes.scales.copy_(new._codes.scales)  # zeros and orders are a checkpoint's, which is never replaced
+        old._codes.scales.values.copy_(
+            new._codes.scales.values
+        )  # zeros and orders are a checkpoint's, which is never replaced
         return old
 
     def why_cannot(self, format: Format) -> str | None:

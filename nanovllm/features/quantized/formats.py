@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
-from nanovllm.features.quantized.codes import Codes, InputScales, pack_int4, quantize_int8
+from nanovllm.features.quantized.codes import Codes, InputScales, Scales, pack_int4, quantize_int8
 from nanovllm.ops.kv_codes import divide_by_scales
 from nanovllm.utils.integers import ceil_div
 
@@ -79,7 +79,7 @@ class Format:
         groups = torch.nn.functional.pad(weight.float(), (0, -size % group_size))
         quotients, scales = divide_by_scales(groups.view(*weight.shape[:-1], -1, group_size), most)
         codes = quotients.flatten(-2)[..., :size].round_().clamp_(-most, most).to(torch.int8)
-        return Codes(self.bits, codes if self.bits == 8 else pack_int4(codes + 8), scales, None, group_size)
+        return Codes(self.bits, codes if self.bits == 8 else pack_int4(codes + 8), Scales(scales), None, group_size)
 
 
 INT8 = Format("int8", bits=8, quantizes_head=True)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from nanovllm.backends import make_backend
 from nanovllm.config import ResolvedConfig
 from nanovllm.features.quantized.checkpoints import describe_format, find_format
-from nanovllm.features.quantized.codes import Codes, quantize_int8
+from nanovllm.features.quantized.codes import Codes, join_alike, quantize_int8
 from nanovllm.features.quantized.formats import INT8, MADE_AT_LOAD, Format, RawTensors
 from nanovllm.features.quantized.torch_matrix import MatrixOperators
 from nanovllm.models.decoder import Decoder
@@ -143,7 +143,7 @@ def count_bytes(model: Decoder, format: Format, itemsize: int) -> int:
 
 def count_lacking(parts: Collection[Codes], parameter: nn.Parameter) -> tuple[int, bool]:
     """Return how many rows of a parameter the parts lack, and whether all of these are padding, which has no part."""
-    num_lacking = math.prod(parameter.shape[:-1]) - sum(math.prod(part.scales.shape[:-1]) for part in parts)
+    num_lacking = math.prod(parameter.shape[:-1]) - sum(math.prod(part.codes.shape[:-1]) for part in parts)
     return num_lacking, num_lacking * parameter.shape[-1] <= getattr(parameter, "padding", 0)
 
 
@@ -160,7 +160,7 @@ def join_codes(parts: Sequence[Codes], parameter: nn.Parameter) -> Codes:
     outer = parameter.shape[:-1]
     orders = [part.order for part in parts if part.order is not None]
     per_expert = len(parts) // outer[0] if len(outer) > 1 else len(parts)
-    are_alike = len({(part.bits, part.group_size, part.zeros is None, part.order is None) for part in parts}) == 1
+    are_alike = len({part.describe_form() for part in parts}) == 1
     if not are_alike or any(not torch.equal(order, orders[i - i % per_expert]) for i, order in enumerate(orders)):
         raise ValueError("its format, its groups or the order of its columns differ from those of its neighbours")
     num_lacking, is_whole = count_lacking(parts, parameter)
@@ -173,15 +173,12 @@ def join_codes(parts: Sequence[Codes], parameter: nn.Parameter) -> Codes:
             joined = F.pad(joined, (0, 0, 0, num_lacking))
         return joined.view(*outer, joined.shape[-1])
 
-    codes = join([part.codes for part in parts])
-    scales = join([part.scales for part in parts])
-    zeros = None
-    if first.zeros is not None:
-        zeros = join([part.zeros for part in parts if part.zeros is not None])
-        if bool((zeros == (0 if first.bits == 8 else 8)).all()):
-            zeros = None
+    joined = join_alike(parts, join)
+    zeros = joined.zeros
+    if zeros is not None and bool((zeros == (0 if first.bits == 8 else 8)).all()):
+        zeros = None
     order = torch.stack(orders[::per_expert]) if orders and len(outer) > 1 else first.order
-    return replace(first, codes=codes, scales=scales, zeros=zeros, order=order)
+    return replace(joined, zeros=zeros, order=order)
 
 
 class Filling:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from nanovllm.features.quantized.codes import Codes, pack_int4, unpack_int4
+from nanovllm.features.quantized.codes import Codes, Scales, pack_int4, unpack_int4
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """AWQ's order of outputs within a word: bits 4i to 4i + 3 of word j hold output 8j + AWQ_ORDER[i]."""
@@ -58,7 +58,7 @@ def make_codes(
         codes = pack_int4(numbers)
     else:
         codes = numbers if numbers.dtype == torch.int8 else (numbers ^ 128).view(torch.int8)
-    return Codes(bits, codes, scales.to(torch.float32), zeros, group_size, order)
+    return Codes(bits, codes, Scales(scales.to(torch.float32)), zeros, group_size, order)
 
 
 def find_order(g_idx: Tensor, group_size: int) -> Tensor | None:
