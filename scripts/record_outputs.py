@@ -1,4 +1,4 @@
-"""Records what the engine computes, and compares it later, bit for bit: a move of code must change nothing.
+"""Records what the engine computes and its public interface, and compares them later: a move of code changes nothing.
 
     python scripts/record_outputs.py save FILE                          before the first change
     python scripts/record_outputs.py compare FILE --only torch cpu      after each change
@@ -6,8 +6,8 @@
 
 It draws 300 requests for plain torch (one thread) and for the C++ kernels, in float32 and bfloat16, and 20 each for
 Triton's interpreter, two tensor ranks and two stages. The engines are tiny and random, or the built-in model. FILE is
-JSON: {"kind/dtype/engine": [what each request gave]}. Floats are hexadecimal, so they are compared by their bits. The
-logits are recorded as a hash of the log-probabilities of the whole vocabulary, for some of the requests.
+JSON: {"kind/dtype/engine": [what each request gave]}, with all bits of each number. Its "interface" is what `help` says
+of each public name, and --help of each command.
 
 The exit status of `compare` is 1 if anything differs. Compare on the machine that recorded: another processor or torch
 may round otherwise. Helpers of the tests make the checkpoints. One engine needs peft, and requests with structured
@@ -19,146 +19,90 @@ import hashlib
 import itertools
 import json
 import os
+import pydoc
 import random
+import re
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any, NamedTuple
-
-import nanovllm
+from unittest import mock
 
 ROOT = Path(__file__).parents[1]
+PAGES = ("api.md", "porting.md", "ray.md", "evaluation.md")
+"""Public is what `nanovllm` exports, and what these pages import or list."""
 VOCAB_SIZE = 500
 """Of the random models. The built-in model has more tokens."""
+LONGEST = 2000
+"""Of a longer text the hash is recorded."""
 BLOCKS = {"kvcache_block_size": 16, "num_kvcache_blocks": 256, "max_model_len": 256}
 SMALL_POOL = {"num_kvcache_blocks": 16, "max_num_seqs": 8}
+SMALL_BUDGET = {"max_num_batched_tokens": 19, "enable_prefix_caching": False}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+DRAFT = {"model": "tiny-qwen3", "num_speculative_tokens": 3}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "mlp_only_layers": [0]}
 
-Save = Callable[[Path], Path | str]
-Recording = dict[str, list[dict[str, Any]]]
-
-
-# ---- The models
-
-
-def save_random(family: str, **changes: Any) -> Save:
-    """Return a function that writes a random model of a family of transformers to a folder."""
-
-    def save(folder: Path) -> Path:
-        import transformers
-        from helpers import tiny
-
-        tiny.save_random(folder, model_class=getattr(transformers, f"{family}ForCausalLM"), **changes)
-        return folder
-
-    return save
-
-
-def save_hybrid(folder: Path) -> Path:
-    from helpers import hybrids
-
-    hybrids.save_hybrid(folder)
-    return folder
-
-
-def save_quantised(form: str) -> Save:
-    """Return a function that writes a random model in a form of `helpers.quantized.CHECKPOINTS` to a folder."""
-
-    def save(folder: Path) -> Path:
-        from helpers import quantized
-
-        whole = save_random("Qwen2", num_hidden_layers=1)(folder / "whole")
-        return quantized.save_quantised(Path(whole), folder, *quantized.CHECKPOINTS[form])[0]
-
-    return save
-
-
-def save_adapted(folder: Path) -> Path:
-    """Write a random model to a folder, and a random adapter of it to its subfolder "adapter"."""
-    import peft
-    from helpers import tiny
-
-    model = tiny.save_random(folder)
-    config = peft.LoraConfig(
-        r=4, lora_alpha=12, target_modules=["q_proj", "v_proj", "up_proj"], init_lora_weights=False
-    )
-    peft.get_peft_model(model, config).save_pretrained(folder / "adapter")
-    return folder
-
-
-def name_built_in(folder: Path) -> str:
-    return "tiny-qwen3"
+Recording = dict[str, list[dict[str, str]]]
 
 
 class Engine(NamedTuple):
-    """One of the engines that are recorded, and the number of its requests."""
+    """One of the engines that are recorded, the number of its requests, and its model: see `save_model`."""
 
     num_requests: int
-    save: Save
+    model: str
     options: Mapping[str, Any] = {}
-
-    @property
-    def takes_text(self) -> bool:
-        return self.save is name_built_in
 
 
 ENGINES = {
-    "text": Engine(60, name_built_in),
-    "text, small pool": Engine(30, name_built_in, SMALL_POOL),
-    "text, ngram drafts": Engine(20, name_built_in, {"speculative_config": NGRAM}),
-    "text, drafts of a model": Engine(
-        10, name_built_in, {"speculative_config": {"model": "tiny-qwen3", "num_speculative_tokens": 3}}
-    ),
-    "qwen3": Engine(30, save_random("Qwen3")),
-    "qwen3, small pool": Engine(30, save_random("Qwen3"), SMALL_POOL),
-    "qwen3, small budget": Engine(
-        20, save_random("Qwen3"), {"max_num_batched_tokens": 19, "enable_prefix_caching": False}
-    ),
-    "qwen2": Engine(10, save_random("Qwen2", tie_word_embeddings=False)),
-    "llama": Engine(10, save_random("Llama", num_key_value_heads=1)),
-    "experts": Engine(20, save_random("Qwen3Moe", **EXPERTS)),
-    "hybrid": Engine(20, save_hybrid, {"max_num_batched_tokens": 48}),
-    "int8": Engine(5, save_random("Qwen3"), {"quantization": "int8"}),
-    "int8, experts": Engine(5, save_random("Qwen3Moe", **EXPERTS), {"quantization": "int8"}),
-    "int8-dynamic": Engine(5, save_random("Qwen3"), {"quantization": "int8-dynamic"}),
-    "awq": Engine(5, save_quantised("awq")),
-    "gptq": Engine(5, save_quantised("gptq desc_act")),
-    "packed": Engine(5, save_quantised("packed with zeros")),
-    "fp8": Engine(5, save_quantised("fp8 blocks")),
-    "lora": Engine(5, save_adapted, {"lora": "adapter"}),
+    "text": Engine(60, "tiny-qwen3"),
+    "text, small pool": Engine(30, "tiny-qwen3", SMALL_POOL),
+    "text, ngram drafts": Engine(20, "tiny-qwen3", {"speculative_config": NGRAM}),
+    "text, drafts of a model": Engine(10, "tiny-qwen3", {"speculative_config": DRAFT}),
+    "qwen3": Engine(30, "Qwen3"),
+    "qwen3, small pool": Engine(30, "Qwen3", SMALL_POOL),
+    "qwen3, small budget": Engine(20, "Qwen3", SMALL_BUDGET),
+    "qwen2": Engine(10, "Qwen2"),
+    "llama": Engine(10, "Llama"),
+    "experts": Engine(20, "Qwen3Moe"),
+    "hybrid": Engine(20, "hybrid", {"max_num_batched_tokens": 48}),
+    "int8": Engine(5, "Qwen3", {"quantization": "int8"}),
+    "int8, experts": Engine(5, "Qwen3Moe", {"quantization": "int8"}),
+    "int8-dynamic": Engine(5, "Qwen3", {"quantization": "int8-dynamic"}),
+    "awq": Engine(5, "awq"),
+    "gptq": Engine(5, "gptq desc_act"),
+    "packed": Engine(5, "packed with zeros"),
+    "fp8": Engine(5, "fp8 blocks"),
+    "lora": Engine(5, "Qwen3", {"lora": "adapter"}),
 }
-FEW = {
-    "text": ENGINES["text"]._replace(num_requests=6),
-    "qwen3": ENGINES["qwen3, small pool"]._replace(num_requests=6),
-    "experts": ENGINES["int8, experts"]._replace(num_requests=4),
-    "hybrid": ENGINES["hybrid"]._replace(num_requests=4),
-}
+FEW = ("text", "qwen3, small pool", "experts", "hybrid")
 """Engines for what is slow."""
 
 
 class Kind(NamedTuple):
-    """A way to compute: each dtype of it runs all engines in a process of its own."""
+    """A way to compute. All its engines of one dtype run in a process of their own."""
 
-    engines: Mapping[str, Engine]
-    dtypes: Seq[str]
     options: Mapping[str, Any]
     environment: Mapping[str, str] = {}
+    dtypes: Seq[str] = ("float32",)
+    engines: Seq[str] = FEW
+    most_requests: int = 5
+    """Of an engine."""
     most_tokens: int = 40
-    """The most tokens of an output."""
+    """Of an output."""
 
 
+BOTH = ("float32", "bfloat16")
 # Stages promise the bits of one rank with the C++ kernels only: with plain torch bits depend on a step's batch.
 KINDS = {
-    "torch": Kind(ENGINES, ["float32", "bfloat16"], {"attention_backend": "torch"}),
-    "cpu": Kind(ENGINES, ["float32", "bfloat16"], {"attention_backend": "cpu"}, {"OMP_NUM_THREADS": "2"}),
-    "triton": Kind(FEW, ["float32"], {"attention_backend": "triton"}, {"TRITON_INTERPRET": "1"}, 4),
-    "ranks": Kind(FEW, ["float32"], {"attention_backend": "torch", "tensor_parallel_size": 2}),
-    "stages": Kind(FEW, ["float32"], {"attention_backend": "cpu", "pipeline_parallel_size": 2}),
+    "torch": Kind({"attention_backend": "torch"}, {}, BOTH, tuple(ENGINES), 60),
+    "cpu": Kind({"attention_backend": "cpu"}, {"OMP_NUM_THREADS": "2"}, BOTH, tuple(ENGINES), 60),
+    "triton": Kind({"attention_backend": "triton"}, {"TRITON_INTERPRET": "1"}, most_tokens=4),
+    "ranks": Kind({"attention_backend": "torch", "tensor_parallel_size": 2}),
+    "stages": Kind({"attention_backend": "cpu", "pipeline_parallel_size": 2}),
 }
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
@@ -169,11 +113,32 @@ ENVIRONMENT = {
 }
 
 
-# ---- The requests
+# ---- What the engine computes
 
 WORDS = ["the cat", "what is 3 + 4?", "once upon a time there was", "sort: c a b", "the sun and the dog", "9 - 5 ="]
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 FORMS = [{"choice": ["yes", "no", "maybe"]}, {"regex": "[a-c]{2,9}[0-9]"}, {"json": SCHEMA}, {"json_object": True}]
+
+
+def save_model(model: str, folder: Path) -> str:
+    """Write a random model to a folder: of a family, or in a form of `helpers.quantized.CHECKPOINTS`."""
+    import transformers
+    from helpers import adapters, hybrids, quantized, tiny
+
+    if model == "tiny-qwen3":
+        return model
+    if model == "hybrid":
+        hybrids.save_hybrid(folder)
+    elif model in quantized.CHECKPOINTS:
+        whole = folder / "whole"
+        tiny.save_random(whole, model_class=transformers.Qwen2ForCausalLM, num_hidden_layers=1)
+        quantized.save_quantised(whole, folder, *quantized.CHECKPOINTS[model])
+    else:
+        changes = EXPERTS if model == "Qwen3Moe" else {}
+        saved = tiny.save_random(folder, model_class=getattr(transformers, f"{model}ForCausalLM"), **changes)
+        if model == "Qwen3":
+            adapters.save_adapter(saved, folder / "adapter")
+    return str(folder)
 
 
 def draw_params(draw: random.Random, takes_text: bool, most_tokens: int) -> dict[str, Any]:
@@ -190,24 +155,17 @@ def draw_params(draw: random.Random, takes_text: bool, most_tokens: int) -> dict
         }
     tokens = draw.sample(range(VOCAB_SIZE), 60)
     extras: list[dict[str, Any]] = [
-        {"presence_penalty": 0.7, "frequency_penalty": 0.4},
-        {"repetition_penalty": 1.3},
+        {"presence_penalty": 0.7, "frequency_penalty": 0.4, "repetition_penalty": 1.3},
         {"logit_bias": {token: draw.uniform(-5, 5) for token in tokens[:5]}},
-        {"allowed_token_ids": tokens},
-        {"stop_token_ids": tokens},
+        {"allowed_token_ids": tokens, "stop_token_ids": tokens[:9]},
         {"min_tokens": 1, "ignore_eos": True},
-        {"logprobs": draw.choice([0, 1, 5])},
-        {"logprobs": 10**6},
-        {"prompt_logprobs": draw.choice([0, 3])},
-        {"prompt_logprobs": 10**6},
+        {"logprobs": draw.choice([0, 5, 10**6])},
+        {"prompt_logprobs": draw.choice([0, 3, 10**6])},
     ]
     if takes_text:
-        extras += [
-            {"stop": [draw.choice("aeinot"), "the"], "include_stop_str_in_output": draw.random() < 0.5},
-            {"bad_words": draw.sample(["the", "a", "cat is", "7"], 2)},
-            {"detokenize": False},
-            *({"structured_outputs": form, "max_tokens": most_tokens} for form in FORMS),
-        ]
+        form = {"structured_outputs": draw.choice(FORMS), "max_tokens": most_tokens}
+        stop = {"stop": [draw.choice("aeinot"), "the"], "include_stop_str_in_output": draw.random() < 0.5}
+        extras += [form, form, stop, {"bad_words": ["the", "cat is", "7"]}, {"detokenize": False}]
     for extra in draw.sample(extras, draw.choice([0, 1, 1, 2, 2])):
         if not {"stop", "detokenize"} <= params.keys() | extra.keys():
             params |= extra
@@ -224,110 +182,97 @@ def draw_prompt(draw: random.Random, takes_text: bool) -> Any:
     return draw.choice([[], list(range(40))]) + tokens
 
 
-# ---- What they give
+def as_text(value: Any) -> str:
+    """Return the text of a value, with all bits of its numbers, or the hash of a long text."""
+    text = repr(value)
+    return text if len(text) <= LONGEST else hashlib.sha256(text.encode()).hexdigest()
 
 
-def as_plain(value: Any) -> Any:
-    """Return a value as JSON has it, with floats by their bits."""
-    if isinstance(value, float):
-        return float(value).hex()
-    if isinstance(value, Mapping):
-        return {str(key): as_plain(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [as_plain(entry) for entry in value]
-    return value
-
-
-def as_logprobs(logprobs: Any) -> Any:
-    """Return log-probabilities with their ranks, by token id; those of the whole vocabulary as a hash."""
-    plain = as_plain([{token: (p, p.rank) for token, p in sorted((row or {}).items())} for row in logprobs or []])
-    if max(map(len, plain), default=0) < VOCAB_SIZE:
-        return plain
-    return hashlib.sha256(json.dumps(plain).encode()).hexdigest()
-
-
-def read_output(output: Any) -> dict[str, Any]:
-    """Return everything that a request of `generate` gave."""
-    return {
-        "tokens": [one.token_ids for one in output.outputs],
-        "text": [one.text for one in output.outputs],
-        "end": [[one.finish_reason, one.stop_reason] for one in output.outputs],
-        "logprobs": [as_logprobs(one.logprobs) for one in output.outputs],
-        "prompt_logprobs": as_logprobs(output.prompt_logprobs),
-        "num_cached_tokens": output.num_cached_tokens,
-        "error": output.error,
-    }
-
-
-def record_engine(name: str, kind: Kind, dtype: str) -> list[dict[str, Any]]:
+def record_engine(name: str, kind: Kind, dtype: str) -> list[dict[str, str]]:
     """Run the requests of one engine, and return what each of them gave.
 
-    Of ten requests one is scored, one is embedded, and the others are generated.
+    Of ten requests one is scored, one is embedded, and the others are generated. How many drafts are verified depends
+    on how long steps take, so the clock of engines with drafts counts its readings.
     """
     from nanovllm import LLM, SamplingParams
 
-    engine = kind.engines[name]
+    engine = ENGINES[name]
     draw = random.Random(name)
-    prompts = [draw_prompt(draw, engine.takes_text) for _ in range(engine.num_requests)]
-    params = [draw_params(draw, engine.takes_text, kind.most_tokens) for _ in prompts]
-    with tempfile.TemporaryDirectory() as folder:
-        options = {"model": engine.save(Path(folder)), "device": "cpu", "dtype": dtype}
-        options |= BLOCKS | engine.options | kind.options
+    takes_text = engine.model == "tiny-qwen3"
+    prompts = [draw_prompt(draw, takes_text) for _ in range(min(engine.num_requests, kind.most_requests))]
+    params = [draw_params(draw, takes_text, kind.most_tokens) for _ in prompts]
+    rest = [i for i in range(len(prompts)) if i % 10 > 1]
+    clock = itertools.count().__next__ if "drafts" in name else time.perf_counter
+    with tempfile.TemporaryDirectory() as folder, mock.patch.object(time, "perf_counter", clock):
+        options = {"device": "cpu", "dtype": dtype} | BLOCKS | engine.options | kind.options
         if "lora" in options:
-            options["lora"] = str(Path(folder) / options["lora"])
-        with LLM(**options) as llm:
-            scores = llm.score(prompts[::10], prompts[1::10], use_tqdm=False)
-            vectors = llm.embed(prompts[1::10], use_tqdm=False, dimensions=40)
-            rest = [i for i in range(len(prompts)) if i % 10 > 1]
+            options["lora"] = f"{folder}/{options['lora']}"
+        with LLM(save_model(engine.model, Path(folder)), **options) as llm:
+            given = [
+                *llm.score(prompts[::10], prompts[1::10], use_tqdm=False),
+                *(vector.to_dict() for vector in llm.embed(prompts[1::10], use_tqdm=False, dimensions=40)),
+            ]
             chosen = [SamplingParams(**params[i]) for i in rest]
             outputs = llm.generate([prompts[i] for i in rest], chosen, use_tqdm=False)
-            stats = llm.stats()
-    return [
-        *({"score": as_plain(score)} for score in scores),
-        *({"embedding": as_plain(vector.embedding.tolist())} for vector in vectors),
-        *({"request": params[i]} | read_output(output) for i, output in zip(rest, outputs, strict=True)),
-        {"stats": stats},
-    ]
+            given += [{"request": params[i]} | output.to_dict() for i, output in zip(rest, outputs, strict=True)]
+            given.append(llm.stats())
+    return [{quantity: as_text(value) for quantity, value in one.items()} for one in given]
 
 
-def record_here(names: Seq[str]) -> Recording:
-    """Record some engines of one kind and dtype in this process.
+# ---- The public interface
 
-    How many drafts are verified depends on how long steps take. So the clock of these engines counts its readings.
-    """
-    clock = time.perf_counter
-    recording: Recording = {}
-    for name in names:
-        kind, dtype, engine = name.split("/")
-        time.perf_counter = itertools.count().__next__ if "drafts" in engine else clock  # type: ignore[assignment]
-        recording[name] = record_engine(engine, KINDS[kind], dtype)
-    return recording
+
+def find_names() -> list[tuple[str, str]]:
+    """Return the public names, each with its module."""
+    import nanovllm
+
+    names = {("nanovllm", name) for name in nanovllm.__all__}
+    for page in PAGES:
+        text = (ROOT / "docs" / page).read_text()
+        names.update(re.findall(r"^::: (nanovllm\.[\w.]+)\.(\w+)$", text, re.MULTILINE))
+        for module, found in re.findall(r"from (nanovllm[\w.]*) import (\w+(?:, \w+)*)", text):
+            names.update((module, name) for name in found.split(", "))
+    return sorted(names)
+
+
+def run_help(*command: str) -> str:
+    """Return the --help of the program, or of one of its commands."""
+    arguments = [sys.executable, "-P", "-m", "nanovllm", *command, "--help"]
+    return subprocess.run(arguments, env=os.environ | {"COLUMNS": "500"}, capture_output=True, text=True).stdout
+
+
+def describe(module: str, name: str) -> str:
+    """Return what `help` says of a name, without modules of the package: a class that is not public may move."""
+    value = getattr(__import__(module, fromlist=[name]), name)
+    return re.sub(r"\bnanovllm\.(\w+\.)*", "", pydoc.plaintext.document(value, name))
+
+
+def record_interface() -> list[dict[str, str]]:
+    """Return the lines of what `help` says of each public name, and those of the --help of each command."""
+    texts = {f"{module}.{name}": describe(module, name) for module, name in find_names()}
+    texts["--help"] = run_help()
+    for command in re.findall(r"^    (\S+)", texts["--help"].partition("COMMAND\n")[2], re.MULTILINE):
+        texts[f"{command} --help"] = run_help(command)
+    return [{"request": name} | {line: line for line in text.splitlines()} for name, text in texts.items()]
 
 
 # ---- The command
 
 
-def choose_names(only: Seq[str]) -> list[str]:
-    """Return the names of the recordings that begin with one of `only`."""
-    names = [
-        f"{label}/{dtype}/{engine}" for label, kind in KINDS.items() for dtype in kind.dtypes for engine in kind.engines
-    ]
-    if unknown := [start for start in only if not any(name.startswith(start) for name in names)]:
-        raise ValueError(f"--only {unknown[0]}: the recordings are {', '.join(names)}")
-    return [name for name in names if name.startswith(tuple(only))]
-
-
-def record(names: Seq[str]) -> Recording:
-    """Record engines, each kind and dtype in a process of its own."""
-    print(f"the engine in {Path(nanovllm.__file__).parent}", flush=True)
+def record(only: Seq[str]) -> Recording:
+    """Record the engines whose kind and dtype begin with one of `only`, and the interface if it does, too."""
     recording: Recording = {}
-    for process, group in itertools.groupby(names, lambda name: name.rpartition("/")[0]):
-        since = time.perf_counter()
-        kind = KINDS[process.split("/")[0]]
-        environment = os.environ | ENVIRONMENT | kind.environment
-        command = [sys.executable, __file__, "child", *group]
-        recording |= json.loads(subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True).stdout)
-        print(f"{process}: {time.perf_counter() - since:.0f} s", flush=True)
+    for name, kind in KINDS.items():
+        for process in (f"{name}/{dtype}" for dtype in kind.dtypes):
+            if process.startswith(tuple(only)):
+                since = time.perf_counter()
+                command = [sys.executable, __file__, "child", process]
+                environment = os.environ | ENVIRONMENT | kind.environment
+                child = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True)
+                recording |= json.loads(child.stdout)
+                print(f"{process}: {time.perf_counter() - since:.0f} s", flush=True)
+    if "interface".startswith(tuple(only)):
+        recording["interface"] = record_interface()
     return recording
 
 
@@ -335,8 +280,7 @@ def find_differences(before: Recording, after: Recording) -> list[str]:
     """Return a line for each quantity of `after` that is not as it was."""
     differences = []
     for name, requests in after.items():
-        for i, request in enumerate(requests):
-            was = before[name][i] if i < len(before.get(name, [])) else {}
+        for i, (was, request) in enumerate(itertools.zip_longest(before.get(name, []), requests, fillvalue={})):
             for quantity in sorted(was.keys() | request.keys()):
                 if was.get(quantity) != request.get(quantity):
                     place = f"{name}, request {i} ({request.get('request', '')}): {quantity}"
@@ -348,18 +292,16 @@ def main(arguments: Seq[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", choices=["save", "compare"])
     parser.add_argument("file", type=Path)
-    parser.add_argument(
-        "--only", nargs="+", default=[""], metavar="NAME", help="as torch, cpu/float32, torch/float32/int8"
-    )
+    parser.add_argument("--only", nargs="+", default=[""], metavar="START", help="as torch, cpu/float32, interface")
     options = parser.parse_args(arguments)
-    recording = record(choose_names(options.only))
+    recording = record(options.only)
     num_requests = sum(map(len, recording.values()))
     if options.command == "save":
         options.file.write_text(json.dumps(recording))
-        print(f"{num_requests} requests and counts are recorded in {options.file}")
+        print(f"{num_requests} requests, counts and names are recorded in {options.file}")
         return 0
     differences = find_differences(json.loads(options.file.read_text()), recording)
-    print(f"{num_requests} requests and counts are compared", end="; ")
+    print(f"{num_requests} requests, counts and names are compared", end="; ")
     print(f"{len(differences)} differ; the first: {differences[0]}" if differences else "all are equal")
     return bool(differences)
 
@@ -367,6 +309,8 @@ def main(arguments: Seq[str] | None = None) -> int:
 if __name__ == "__main__":
     if sys.argv[1:2] == ["child"]:
         sys.path.append(str(ROOT / "tests"))
-        print(json.dumps(record_here(sys.argv[2:])))
+        name, dtype = sys.argv[2].split("/")
+        kind = KINDS[name]
+        print(json.dumps({f"{name}/{dtype}/{engine}": record_engine(engine, kind, dtype) for engine in kind.engines}))
     else:
         sys.exit(main())
