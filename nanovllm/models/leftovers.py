@@ -6,6 +6,7 @@ Each kind is known by its name, and each tensor is checked: a value that says so
 
 import re
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -68,7 +69,7 @@ def find_doubt(name: str, source: Any, targets: Collection[str], config: "Pretra
     if kind == "bias" and has_owner:
         return None if not source[...].any() else "biases that are not zero, which config.json does not ask for"
     for pattern, check, doubt in KINDS:
-        if pattern.search(name):
+        if re.search(pattern, name):
             return None if check(source[...].float(), config) else doubt
     return ""
 
@@ -92,17 +93,12 @@ def are_frequencies(values: Tensor, config: "PretrainedConfig") -> bool:
     return any(values.shape == own.shape and torch.allclose(values, own, rtol=0.01, atol=1e-7) for own in expected)
 
 
-def are_cosines(values: Tensor, config: "PretrainedConfig") -> bool:
-    """Return whether the values [..., positions, dim] are cached cosines of the rotation."""
-    return _are_cached(values, config, torch.cos)
+def are_cached(function: Callable[[Tensor], Tensor], values: Tensor, config: "PretrainedConfig") -> bool:
+    """Return whether the values [..., positions, dim] are cached cosines, or sines, of the rotation.
 
-
-def are_sines(values: Tensor, config: "PretrainedConfig") -> bool:
-    """Return whether the values [..., positions, dim] are cached sines of the rotation."""
-    return _are_cached(values, config, torch.sin)
-
-
-def _are_cached(values: Tensor, config: "PretrainedConfig", function: Callable[[Tensor], Tensor]) -> bool:
+    Args:
+        function: torch.cos or torch.sin.
+    """
     if values.dim() < 2:
         return False
     rows = values.flatten(0, -2)[:ROWS]
@@ -134,54 +130,29 @@ def is_masking_value(values: Tensor, _: "PretrainedConfig") -> bool:
     return values.numel() == 1 and bool(values <= -1e4)
 
 
+ROTATION = r"\.(rotary_emb|rotary|rope)\."
 ATTENTION = r"\.(self_attn|attention|attn)\."
-KINDS: tuple[tuple[re.Pattern[str], Callable[[Tensor, "PretrainedConfig"], bool], str], ...] = (
+OF_CACHE = ATTENTION + r"(attn\.)?((qkv|[qkv])_proj\.)?"
+"""Of a KV cache in FP8: this engine finds scales of its own, for each token (see the option kv_cache_dtype)."""
+
+KINDS: tuple[tuple[str, Callable[[Tensor, "PretrainedConfig"], bool], str], ...] = (
+    (ROTATION + "inv_freq$", are_frequencies, "inv_freq is not what config.json's rope_theta gives"),
     (
-        re.compile(r"\.(rotary_emb|rotary|rope)\.inv_freq$"),
-        are_frequencies,
-        "inv_freq is not what config.json's rope_theta gives",
-    ),
-    (
-        re.compile(r"\.(rotary_emb|rotary|rope)\.(cos|cos_cached)$"),
-        are_cosines,
+        ROTATION + "(cos|cos_cached)$",
+        partial(are_cached, torch.cos),
         "the cached cosines are not what config.json's rope_theta gives",
     ),
     (
-        re.compile(r"\.(rotary_emb|rotary|rope)\.(sin|sin_cached)$"),
-        are_sines,
+        ROTATION + "(sin|sin_cached)$",
+        partial(are_cached, torch.sin),
         "the cached sines are not what config.json's rope_theta gives",
     ),
-    # Of a KV cache in FP8: this engine finds scales of its own, for each token (see the option kv_cache_dtype).
-    (
-        re.compile(ATTENTION + r"(attn\.)?((qkv|[qkv])_proj\.)?(q|k|v|kv|prob|qkv)_(cache_)?scale$"),
-        are_scales,
-        "a scale of the KV cache is not a positive number",
-    ),
-    (
-        re.compile(ATTENTION + r"(attn\.)?([qkv]_proj\.)?(q|k|v)_(cache_)?zero_point$"),
-        are_finite,
-        "a zero point of the KV cache is not finite",
-    ),
+    (OF_CACHE + "(q|k|v|kv|prob|qkv)_(cache_)?scale$", are_scales, "a scale of the KV cache is not a positive number"),
+    (OF_CACHE + "(q|k|v)_(cache_)?zero_point$", are_finite, "a zero point of the KV cache is not finite"),
     # Of activations, which are not quantised here, or by scales of their own.
-    (
-        re.compile(r"_proj\.(input|output)_scale$"),
-        are_scales,
-        "a scale of activations is not a positive number",
-    ),
-    (
-        re.compile(r"_proj\.(input|output)_zero_point$"),
-        are_finite,
-        "a zero point of activations is not finite",
-    ),
-    (
-        re.compile(ATTENTION + r"bias$"),
-        is_causal_mask,
-        "a mask hides other tokens than those that come later",
-    ),
-    (
-        re.compile(ATTENTION + r"masked_bias$"),
-        is_masking_value,
-        "the value of masked scores is not a large negative number",
-    ),
+    (r"_proj\.(input|output)_scale$", are_scales, "a scale of activations is not a positive number"),
+    (r"_proj\.(input|output)_zero_point$", are_finite, "a zero point of activations is not finite"),
+    (ATTENTION + "bias$", is_causal_mask, "a mask hides other tokens than those that come later"),
+    (ATTENTION + "masked_bias$", is_masking_value, "the value of masked scores is not a large negative number"),
 )
 """(names, whether a tensor of such a name changes nothing, the doubt if not)."""
