@@ -115,7 +115,6 @@ class Recorder:
         self.steps: list[Step] = []
         self.device_seconds: list[float] = []
         self.host_seconds: list[float] = []
-        self.command_seconds = 0.0
 
     def planned(self, number: int, at: float, step: ScheduledStep) -> None:
         plan = step.plan
@@ -130,18 +129,6 @@ class Recorder:
 
     def close(self) -> None:
         pass
-
-    def time_commands(self, llm: LLM) -> None:
-        """From now on, count in command_seconds how long rank 0 of several takes to send plans to the others."""
-        followers: Any = llm.engine.runner._followers  # type: ignore[attr-defined]
-        send = followers.send
-
-        def send_timed(message: Any) -> None:
-            since = time.perf_counter()
-            send(message)
-            self.command_seconds += time.perf_counter() - since
-
-        followers.send = send_timed
 
 
 def run_engine(
@@ -163,9 +150,6 @@ def run_engine(
         run(workload.warm_up(vocab_size))
         recorder = Recorder(device)
         llm.observe(recorder)
-        has_ranks = config.num_ranks > 1
-        if has_ranks:
-            recorder.time_commands(llm)
         before = llm.stats()
         warm = time.perf_counter()
         num_output_tokens = run(workload)
@@ -178,7 +162,6 @@ def run_engine(
             "num_output_tokens": num_output_tokens,
             "num_preemptions": stats["num_preemptions"],
             "num_cached_tokens": stats["num_cached_tokens"],
-            "channel_us_per_step": 1e6 * recorder.command_seconds / stats["num_steps"] if has_ranks else None,
             "recorder": recorder,
         }
 
@@ -263,8 +246,6 @@ def print_result(result: dict[str, Any]) -> None:
             rates = f"{phase['gb_per_second']:,.1f} GB/s, {phase['tflop_per_second']:,.3f} TFLOP/s"
             steps = f"{phase['seconds']:.3f} s in {phase['steps']} steps (floor {phase['floor_seconds']:.3f} s)"
             print(f"{name:10s} {steps}: {rates}")
-    if result["channel_us_per_step"] is not None:
-        print(f"channel    {result['channel_us_per_step']:.1f} us a step to tell the other ranks")
     before = f"load {result['load_seconds']:.1f} s, warm-up {result['warm_up_seconds']:.1f} s"
     print(f"before     {before}")
 
