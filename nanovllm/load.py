@@ -36,7 +36,7 @@ from nanovllm.text.tokenizer import Tokenizer
 from nanovllm.utils.checks import as_integer
 from nanovllm.utils.forks import check_fork
 from nanovllm.utils.machine import limit_threads
-from nanovllm.utils.memory import check_limits
+from nanovllm.utils.memory import check_memory_limits
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -67,7 +67,7 @@ def load_engine(asked: EngineConfig) -> LLMEngine:
 
 def make_engine(asked: EngineConfig) -> LLMEngine:
     """Load a model and what belongs to it: see `load_engine`, which adds advice to errors."""
-    check_limits()  # those of the operating system, of this process's memory
+    check_memory_limits()  # those of the operating system, of this process's memory
     folder, weights, hf_config, facts = read_files(asked)
     if asked.data_parallel_size > 1:
         from nanovllm.features.distributed.replicas import load_replicas

@@ -88,14 +88,16 @@ FAMILIES = {
 OTHERS = Family(
     "",
     decoder="nanovllm.features.families.any_causal.decoder:make_decoder",
-    check="nanovllm.features.families.any_causal.config:make_config",
     resolve="nanovllm.features.families.any_causal.config:resolve_any",
     unread=("unread.", *VISUAL),
     rename="nanovllm.features.families.any_causal.config:name_tensors",
     name_ends="nanovllm.features.families.any_causal.config:name_ends",
 )
-"""Every other causal model of transformers. Its `check` is another kind of function: check(data, source) takes the
-content of config.json, and returns the configuration. The layers of its decoder are transformers' own."""
+"""Every other causal model of transformers, whose layers its decoder runs. `MAKE_CONFIG` checks what there is to check.
+"""
+
+MAKE_CONFIG = "nanovllm.features.families.any_causal.config:make_config"
+"""The path of a function make_config(data, source), which returns the configuration of a model of OTHERS."""
 
 SILU = ("silu", "swish")
 """The names of the one activation that is supported: transformers has both."""
@@ -241,7 +243,7 @@ def load_model_config(data: dict[str, Any], source: str, model_impl: str = "auto
             if model_impl == "nanovllm":
                 raise
             refusal = str(error)
-    config: PretrainedConfig = resolve_name(OTHERS.check)(data, source)
+    config: PretrainedConfig = resolve_name(MAKE_CONFIG)(data, source)
     config.native_refusal = refusal
     return config
 

@@ -44,7 +44,7 @@ def find_memory_limits() -> dict[str, int]:
     return {name: limit for name, (limit, _) in _read_limits().items()}
 
 
-def check_limits() -> None:
+def check_memory_limits() -> None:
     """Raise a ValueError if RLIMIT_AS or RLIMIT_DATA leaves so little that libraries would end the process."""
     for name, (limit, used) in _read_limits().items():
         if name.startswith("RLIMIT") and limit - used < ROOM:

@@ -63,7 +63,7 @@ def test_one_of_several_replicas_has_its_share_less_what_it_has_taken(
     assert free_memory() == 6 * GIB and find_memory_limits() == {"data_parallel_size": 8 * GIB}
     monkeypatch.setattr(memory, "share", GIB)
     assert free_memory() == 0
-    memory.check_limits()  # that is about limits which end a process
+    memory.check_memory_limits()  # that is about limits which end a process
 
 
 @pytest.mark.parametrize("version", [1, 2])

@@ -16,7 +16,8 @@ _VALUES = re.compile(r"'[^']*'|\"[^\"]*\"|\d+")
 """The parts of an error's message that differ from line to line."""
 MAX_KINDS = 20
 """So many kinds of errors are counted, each by itself."""
-OTHERS = "others"
+OTHER_KINDS = "others"
+"""Stands for all further ones."""
 
 
 @dataclass
@@ -58,7 +59,7 @@ class JobCounts:
             code, message = result.error
             kind = _VALUES.sub("", message)
             if kind not in self.errors and len(self.errors) >= MAX_KINDS:
-                kind = OTHERS
+                kind = OTHER_KINDS
             self.errors.setdefault(kind, {"code": code, "count": 0, "first": message})["count"] += 1
         if usage is not None:
             self.num_succeeded += 1
