@@ -8,9 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.quantized import (
+    AWQ,
     CHECKPOINTS,
+    FP8,
     GPTQ,
     GREEDY,
+    PACKED,
     PROMPTS,
     group,
     pack_compressed,
@@ -31,7 +34,7 @@ from benchmarks.evidence.bench_loading import AT_LOAD, measure
 from benchmarks.random_checkpoint import write_random_checkpoint
 from nanovllm import LLM
 from nanovllm.backends.cpu.quantized import quantized_library
-from nanovllm.features.quantized.checkpoints import find_format
+from nanovllm.features.quantized.checkpoints import describe_format, find_format
 from nanovllm.features.quantized.codes import Codes
 from nanovllm.features.quantized.formats import MADE_AT_LOAD, Format
 from nanovllm.features.quantized.loading import count_bytes
@@ -387,21 +390,36 @@ def test_a_shape_that_contradicts_config_json_is_named(tmp_path: Path) -> None:
         LLM(str(quantised), **OPTIONS)
 
 
-REFUSED = {
-    "bits is 3": GPTQ | {"bits": 3},
-    "checkpoint_format is 'marlin'": GPTQ | {"checkpoint_format": "marlin"},
-    "dynamic has": GPTQ | {"dynamic": {"+:.*up_proj": {"bits": 8}}},
-    "version is 'gemv'": CHECKPOINTS["awq"][0] | {"version": "gemv"},
-    "format is 'nvfp4-pack-quantized'": CHECKPOINTS["packed"][0] | {"format": "nvfp4-pack-quantized"},
-    "num_bits is 3": CHECKPOINTS["packed"][0] | scheme(num_bits=3, strategy="channel"),
-    "strategy is 'tensor'": CHECKPOINTS["packed"][0] | scheme(num_bits=4, strategy="tensor"),
-    "actorder is 'sideways'": CHECKPOINTS["packed"][0] | scheme(num_bits=4, strategy="channel", actorder="sideways"),
-    "transform_config": CHECKPOINTS["packed"][0] | {"transform_config": {"config_groups": {}}},
-    "fmt is 'e5m2'": CHECKPOINTS["fp8 blocks"][0] | {"fmt": "e5m2"},
-    "config_groups must have": {"quant_method": "compressed-tensors", "format": "pack-quantized"},
-    "group_size is 'x'": CHECKPOINTS["awq"][0] | {"group_size": "x"},
-    "the size of a block is": CHECKPOINTS["fp8 blocks"][0] | {"weight_block_size": 128},
-}
+INTEGERS = PACKED | {"format": "int-quantized"}
+FLOATS = PACKED | {"format": "float-quantized"}
+REFUSED = (
+    ("bits is 3", GPTQ | {"bits": 3}),
+    ("checkpoint_format is 'marlin'", GPTQ | {"checkpoint_format": "marlin"}),
+    ("pack_dtype is 'int64'", GPTQ | {"pack_dtype": "int64"}),
+    ("is_marlin_format is True", GPTQ | {"is_marlin_format": True}),
+    ("dynamic has", GPTQ | {"dynamic": {"+:.*up_proj": {"bits": 8}}}),
+    ("bits is 8", AWQ | {"bits": 8}),
+    ("w_bit is 3", AWQ | {"w_bit": 3}),
+    ("version is 'gemv'", AWQ | {"version": "gemv"}),
+    ("group_size is 'x'", AWQ | {"group_size": "x"}),
+    ("group_size is 7", AWQ | {"group_size": 7}),
+    ("format is 'nvfp4-pack-quantized'", PACKED | {"format": "nvfp4-pack-quantized"} | scheme(num_bits=4)),
+    ("type is 'complex'", PACKED | scheme(type="complex", num_bits=4)),
+    ("num_bits is 3", PACKED | scheme(num_bits=3)),
+    ("num_bits is 4", INTEGERS | scheme(num_bits=4)),
+    ("num_bits is 4", FLOATS | scheme(type="float", num_bits=4)),
+    ("format is 'pack-quantized'", PACKED | scheme(type="float", num_bits=8)),
+    ("strategy is 'tensor'", PACKED | scheme(num_bits=4, strategy="tensor")),
+    ("strategy is 'block'", INTEGERS | scheme(num_bits=8, strategy="block")),
+    ("strategy is 'group'", FLOATS | scheme(type="float", num_bits=8, strategy="group", group_size=32)),
+    ("actorder is 'sideways'", PACKED | scheme(num_bits=4, actorder="sideways")),
+    ("transform_config", PACKED | scheme(num_bits=4) | {"transform_config": {"config_groups": {}}}),
+    ("config_groups must have", {"quant_method": "compressed-tensors", "format": "pack-quantized"}),
+    ("fmt is 'e5m2'", FP8 | {"fmt": "e5m2"}),
+    ("quant_algo is 'NVFP4'", {"quant_method": "modelopt", "quant_algo": "NVFP4"}),
+    ("the size of a block is", FP8 | {"weight_block_size": 128}),
+)
+"""The beginning of what is said, and a configuration with one setting that is not read."""
 
 
 HOSTILE = (
@@ -444,10 +462,25 @@ def test_the_memory_of_the_weights_is_counted_to_the_byte(name: str, tmp_path: P
         assert runner.sizes.weight_bytes(runner.dtype, runner.quantizer) - zeros == found
 
 
-@pytest.mark.parametrize("message", REFUSED)
-def test_what_is_not_read_is_refused_by_name(message: str) -> None:
+@pytest.mark.parametrize(("message", "config"), REFUSED)
+def test_what_is_not_read_is_refused_by_name(message: str, config: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=f"quantization_config of .*: {message}"):
-        read(REFUSED[message])
+        read(config)
+
+
+@pytest.mark.parametrize(
+    ("config", "stored"),
+    [
+        (AWQ | {"group_size": 128}, "4 bits (awq, groups of 128), embeddings in float16"),
+        (GPTQ | {"bits": 8, "group_size": -1}, "8 bits (gptq, rows), embeddings in float16"),
+        (INTEGERS | scheme(num_bits=8), "8 bits (compressed-tensors, rows), embeddings in float16"),
+        (FP8, "float16, from fp8 with 8 bits"),
+        ({"quant_method": "mxfp4"}, "float16, from mxfp4 with 4 bits"),
+    ],
+)
+def test_a_table_tells_how_the_weights_are_stored(config: dict[str, object], stored: str) -> None:
+    assert describe_format(read(config), "float16") == stored
+    assert describe_format(find_format("int8", PretrainedConfig()), "float16") == "int8"  # type: ignore[arg-type]
 
 
 def test_the_option_must_agree_with_the_checkpoint(tmp_path: Path) -> None:

@@ -164,6 +164,21 @@ def test_the_codes_of_parts_are_joined_to_those_of_the_whole() -> None:
         assert torch.equal(join_codes(parts, parameter).dequantize(), experts.dequantize())
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+def test_zeros_that_change_no_weight_are_left_out(bits: int) -> None:
+    matrix = draw_codes(0, bits, 6, 2, 8, zeros=True, order=False)
+    parameter = nn.Parameter(torch.empty(6, 16, device="meta"))
+    assert matrix.zeros is not None
+    middle = torch.full_like(matrix.zeros, 8 if bits == 4 else 0)
+    one_differs = middle.clone()
+    one_differs[-1, -1] += 1
+    for zeros, are_kept in ((middle, False), (one_differs, True), (8 - middle, True), (matrix.zeros, True)):
+        whole = replace(matrix, zeros=zeros)
+        joined = join_codes([whole.take_rows(slice(0, 2)), whole.take_rows(slice(2, 6))], parameter)
+        assert (joined.zeros is not None) == are_kept
+        assert torch.equal(joined.dequantize(), whole.dequantize())
+
+
 def test_parts_with_other_forms_are_not_joined_and_each_expert_keeps_its_order() -> None:
     parameter = nn.Parameter(torch.empty(2, 4, 32, device="meta"))
     orders = [torch.randperm(32), torch.randperm(32)]
