@@ -18,7 +18,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -70,7 +69,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
         lines.add(frame.f_lineno)
         return note
 
-    since = time.process_time()
+    since = count_seconds()
     threading.settrace(note)
     sys.settrace(note)
     try:
@@ -78,9 +77,14 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     finally:
         sys.settrace(None)
         threading.settrace(None)  # type: ignore[arg-type]
-        found = {"test": item.nodeid, "lines": sorted(lines), "seconds": time.process_time() - since}
+        found = {"test": item.nodeid, "lines": sorted(lines), "seconds": count_seconds() - since}
         with open(os.environ[REPORT], "a") as file:
             file.write(json.dumps(found) + "\n")
+
+
+def count_seconds() -> float:
+    """Return the processor's time of this process and of the children that have ended: a test may start some."""
+    return sum(os.times()[:4])
 
 
 # ---- changes
@@ -108,7 +112,7 @@ def list_changes(tree: ast.Module) -> Iterator[tuple[int, str, Callable[[], None
         if isinstance(node, ast.If | ast.While | ast.IfExp):
             opposite = ast.copy_location(ast.UnaryOp(ast.Not(), node.test), node.test)
             yield node.lineno, f"not ({ast.unparse(node.test)})", setter(node, "test", opposite)
-        if isinstance(node, ast.Return) and node.value is not None:
+        if isinstance(node, ast.Return) and ast.unparse(node) not in ("return", "return None"):
             yield node.lineno, f"{ast.unparse(node)}: None", setter(node, "value", ast.Constant(None))
 
 
