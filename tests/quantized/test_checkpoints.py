@@ -14,6 +14,7 @@ from helpers.quantized import (
     GPTQ,
     GREEDY,
     PACKED,
+    PLAIN,
     PROMPTS,
     group,
     pack_compressed,
@@ -182,6 +183,16 @@ def test_tokens_are_those_of_the_unpacked_weights(name: str, kernels: str, tmp_p
 def test_other_families(name: str, family: str, kernels: str, tmp_path: Path) -> None:
     save_random(tmp_path / "model", tie_word_embeddings=False, **FAMILIES[family])
     quantised, means = save_quantised(tmp_path / "model", tmp_path, *CHECKPOINTS[name])
+    assert run(quantised, attention_backend=kernels) == run(means)
+
+
+@pytest.mark.parametrize("family", [None, *FAMILIES])
+def test_matrices_that_are_not_quantised_may_stand_beside_some_that_are(
+    family: str | None, kernels: str, tmp_path: Path
+) -> None:
+    save_random(tmp_path / "model", **({} if family is None else FAMILIES[family]))
+    plain = (*PLAIN, "k_proj", "up_proj", "layers.0.self_attn.o_proj")
+    quantised, means = save_quantised(tmp_path / "model", tmp_path, *CHECKPOINTS["awq"], plain=plain)
     assert run(quantised, attention_backend=kernels) == run(means)
 
 
@@ -357,13 +368,6 @@ DAMAGE = {
     "another type": (
         lambda tensors: tensors.update({"model.layers.0.self_attn.o_proj.qzeros": torch.zeros(4, 8)}),
         "o_proj.qzeros is F32; config.json asks for one of I32",
-    ),
-    "mixed": (
-        lambda tensors: (
-            [tensors.pop(f"model.layers.0.self_attn.q_proj.{suffix}") for suffix in ("qweight", "qzeros", "scales")]
-            and tensors.update({"model.layers.0.self_attn.q_proj.weight": torch.zeros(128, 64)})
-        ),
-        "layers.0.self_attn.q_proj.weight is not quantised, and others are",
     ),
 }
 

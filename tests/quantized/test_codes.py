@@ -1,6 +1,7 @@
 """The form of quantised weights, beside straightforward loops."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -9,9 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from nanovllm.backends import make_backend
 from nanovllm.features.quantized import codes as module
 from nanovllm.features.quantized.codes import Codes, Scales, pack_int4, quantize_int8, unpack_int4
-from nanovllm.features.quantized.loading import join_codes
+from nanovllm.features.quantized.joining import join_parts
+from nanovllm.features.quantized.torch_matrix import MatrixOperators
 
 
 def draw_codes(seed: int, bits: int, out: int, num_groups: int, group_size: int, zeros: bool, order: bool) -> Codes:
@@ -152,16 +155,19 @@ def test_the_codes_of_parts_are_joined_to_those_of_the_whole() -> None:
     matrix = quantize_int8(torch.randn(10, 64))
     parameter = nn.Parameter(torch.empty(12, 64, device="meta"))
     parameter.padding = 2 * 64  # type: ignore[attr-defined]
-    joined = join_codes([matrix.take_rows(slice(0, 7)), matrix.take_rows(slice(7, 10))], parameter)
+    (joined,) = join_parts([matrix.take_rows(slice(0, 7)), matrix.take_rows(slice(7, 10))], parameter)
+    assert isinstance(joined, Codes)
     assert torch.equal(joined.dequantize()[:10], matrix.dequantize()) and not joined.dequantize()[10:].any()
     with pytest.raises(RuntimeError, match="5 rows of a quantised matrix have not been filled"):
-        join_codes([matrix.take_rows(slice(0, 7))], parameter)
+        join_parts([matrix.take_rows(slice(0, 7))], parameter)
     experts = quantize_int8(torch.randn(4, 6, 32))
     parameter = nn.Parameter(torch.empty(4, 6, 32, device="meta"))
     halves = (slice(0, 3), slice(3, 6))
     of_each = [experts.take_expert(i).take_rows(half) for i in range(4) for half in halves]
     for parts in (of_each, [experts.take_rows(half) for half in halves], [experts]):
-        assert torch.equal(join_codes(parts, parameter).dequantize(), experts.dequantize())
+        (joined,) = join_parts(parts, parameter)
+        assert isinstance(joined, Codes)
+        assert torch.equal(joined.dequantize(), experts.dequantize())
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -184,9 +190,43 @@ def test_parts_with_other_forms_are_not_joined_and_each_expert_keeps_its_order()
     orders = [torch.randperm(32), torch.randperm(32)]
     experts = [replace(quantize_int8(torch.randn(4, 32)), order=order) for order in orders]
     parts = [expert.take_rows(half) for expert in experts for half in (slice(0, 2), slice(2, 4))]
-    joined = join_codes(parts, parameter)
+    (joined,) = join_parts(parts, parameter)
+    assert isinstance(joined, Codes)
     for i, expert in enumerate(experts):
         assert torch.equal(joined.take_expert(i).dequantize(), expert.dequantize())
-    for other in (replace(parts[1], order=orders[1]), replace(parts[1], order=None), replace(parts[1], group_size=16)):
-        with pytest.raises(ValueError, match="differ from those of its neighbours"):
-            join_codes([parts[0], other, *parts[2:]], parameter)
+    for other in (replace(parts[1], order=None), replace(parts[1], group_size=16)):
+        with pytest.raises(ValueError, match="its form differs from that of the same matrix in another expert"):
+            join_parts([parts[0], other, *parts[2:]], parameter)
+    assert len(join_parts([parts[0], replace(parts[1], order=orders[1]), *parts[2:]], parameter)) == 2
+    assert [len(join_parts([*parts[:2]] * count, nn.Parameter(torch.empty(4 * count, 32)))) for count in (1, 2)] == [
+        1,
+        1,
+    ]
+
+
+def test_neighbours_of_other_forms_keep_their_own_and_their_bits() -> None:
+    """q and k of 4 bits, v of 8, and numbers that are not quantised; and the same for experts."""
+    from nanovllm.features.families.qwen3_moe.ops import Routing
+
+    small = draw_codes(0, 4, 4, 2, 32, True, False)
+    wide = quantize_int8(torch.randn(3, 64))
+    floats = torch.randn(2, 64)
+    parameter = nn.Parameter(torch.empty(13, 64, device="meta"))
+    joined = join_parts([small, small, wide, floats], parameter)
+    assert [type(one) for one in joined] == [Codes, Codes, torch.Tensor]
+    assert [one.bits for one in joined if isinstance(one, Codes)] == [4, 8]
+    operators = MatrixOperators(make_backend("torch", "cpu"))
+    matrix = operators.lay_beside(joined, torch.float32)
+    x = torch.randn(5, 64)
+    bias = torch.randn(13)
+    weights = torch.cat((small.dequantize(), small.dequantize(), wide.dequantize(), floats))
+    torch.testing.assert_close(matrix.multiply(x, bias), x @ weights.T + bias)
+    experts = [[quantize_int8(torch.randn(3, 64)), torch.randn(2, 64)] for _ in range(4)]
+    parts = [part for expert in experts for part in expert]
+    matrix = operators.lay_beside(join_parts(parts, nn.Parameter(torch.empty(4, 5, 64, device="meta"))), torch.float32)
+    offsets = torch.tensor([0, 2, 2, 3, 5], dtype=torch.int32)
+    routing = Routing(torch.ones(5, 1), torch.arange(5).view(5, 1), torch.arange(5), offsets)
+    for expert, (begin, end) in enumerate(pairwise(offsets.tolist())):
+        codes, numbers = experts[expert]
+        own = torch.cat((codes.dequantize(), numbers))  # type: ignore[union-attr]
+        torch.testing.assert_close(matrix.multiply_pairs(x, routing, True)[begin:end], x[begin:end] @ own.T)

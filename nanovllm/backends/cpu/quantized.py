@@ -2,12 +2,12 @@
 
 import functools
 import logging
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from nanovllm.backends.cpu.backend import CpuBackend, gather_rows
+from nanovllm.backends.cpu.backend import CpuBackend, NativeMatrix, gather_rows, packs_in_place
 from nanovllm.backends.cpu.huge_pages import huge_pages, return_freed_memory
 from nanovllm.backends.cpu.library import PANEL, KernelLibrary, cpu_library, open_library, read_constant
 from nanovllm.backends.cpu.scratch import Scratch
@@ -158,14 +158,23 @@ class Operators(MatrixOperators):
     """Makes matrices for the C++ kernels."""
 
     def __init__(self, backend: CpuBackend) -> None:
+        super().__init__(backend)
         self._scratch = backend.scratch
 
     def lay(self, codes: Codes, dtype: torch.dtype) -> CpuMatrix:
         return CpuMatrix(codes, dtype, self._scratch)
 
+    def lay_floats(self, weight: Tensor) -> Any:
+        if weight.dim() == 2 and weight.shape[1] % 2 == 0:
+            return NativeMatrix(cpu_library(), weight, self._scratch, in_place=True)
+        if packs_in_place(weight):
+            for matrix in weight:
+                cpu_library().pack(matrix, in_place=True)
+        return super().lay_floats(weight)
+
     def why_cannot(self, format: Format) -> str | None:
         if format.input_scales is InputScales.TOKEN:
-            instead = 'use "int8-dynamic"' if format.quantizes_head else "leave quantization out"
+            instead = 'use "int8-dynamic"' if format.rounds else "leave quantization out"
             return f"the C++ kernels round inputs with a scale for 128 of them, and not for a token: {instead}"
         return None
 

@@ -89,10 +89,11 @@ class Operators(MatrixOperators):
     """
 
     def __init__(self, backend: "TritonKernels") -> None:
-        self._backend = backend
+        super().__init__(backend)
+        self._kernels = backend
 
     def lay(self, codes: Codes, dtype: torch.dtype) -> TritonMatrix:
-        self._backend.rounds_inputs = codes.input_scales is not None
+        self._kernels.rounds_inputs = codes.input_scales is not None
         return TritonMatrix(codes, dtype)
 
     def keep_place(self, old: Any, new: Any) -> Any:

@@ -251,7 +251,7 @@ def find_format(asked: str | None, hf_config: "PretrainedConfig") -> Format | No
         )
     if asked in MADE_AT_LOAD and format.bits == 16:
         input_scales = MADE_AT_LOAD[asked].input_scales
-        return replace(format, name=asked, bits=8, quantizes_head=True, input_scales=input_scales)
+        return replace(format, name=asked, bits=8, rounds=True, quantizes_head=True, input_scales=input_scales)
     raise ValueError(
         f"quantization is {quote(asked)}, and the checkpoint is quantised already ({method}): leave the option out"
     )

@@ -28,7 +28,9 @@ class Format:
         bits: the bits of a code; 16 if the weights are dequantised while they are read.
         group_size: elements of a row that share a scale; None: the whole row.
         has_zeros: whether codes may have other zeros than the middle of their range.
-        quantizes_head: whether the LM head is always quantised, too. A checkpoint's own tensors say it for the others.
+        rounds: whether a checkpoint's numbers are rounded to codes while they are read. Then all matrices are.
+        quantizes_head: whether the LM head is quantised, too, and an embedding that is tied to it. For formats that do
+            not say so, a checkpoint's own tensors may have a quantised head, but no quantised embedding.
         input_scales: None if activations keep their type. Else they are rounded, too, while they are multiplied.
     """
 
@@ -36,6 +38,7 @@ class Format:
     bits: int
     group_size: int | None = None
     has_zeros: bool = False
+    rounds: bool = False
     quantizes_head: bool = False
     input_scales: InputScales | None = None
 
@@ -43,6 +46,11 @@ class Format:
     """The characters between a matrix's name and a suffix."""
     stored_bits: ClassVar[int] = 8
     """The bits of a weight in the checkpoint, of a format whose weights are dequantised while they are read."""
+
+    @property
+    def is_made_at_load(self) -> bool:
+        """Whether the checkpoint has no tensors of the format: it is made of numbers of 16 or 32 bits."""
+        return self in MADE_AT_LOAD.values()
 
     def find_tensors(self, prefix: str, names: Collection[str], *shape: int) -> RawTensors:
         """Return the tensors that make the matrix called `prefix` in a checkpoint; {} if it is not quantised there.
@@ -82,7 +90,7 @@ class Format:
         return Codes(self.bits, codes if self.bits == 8 else pack_int4(codes + 8), Scales(scales), None, group_size)
 
 
-INT8 = Format("int8", bits=8, quantizes_head=True)
+INT8 = Format("int8", bits=8, rounds=True, quantizes_head=True)
 """Made at load: see `quantize_int8`."""
 
 INT8_DYNAMIC = replace(INT8, name="int8-dynamic", input_scales=InputScales.GROUP)

@@ -1,20 +1,19 @@
 """Fills a model with quantised matrices: tensors become codes as they are read, and whole modules are laid."""
 
 import logging
-import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanovllm.backends import make_backend
 from nanovllm.config import ResolvedConfig
 from nanovllm.features.quantized.checkpoints import describe_format, find_format
-from nanovllm.features.quantized.codes import Codes, join_alike, quantize_int8
-from nanovllm.features.quantized.formats import INT8, MADE_AT_LOAD, Format, RawTensors
+from nanovllm.features.quantized.codes import Codes, quantize_int8
+from nanovllm.features.quantized.formats import INT8, Format, RawTensors
+from nanovllm.features.quantized.joining import Weights, count_lacking, join_parts
 from nanovllm.features.quantized.torch_matrix import MatrixOperators
 from nanovllm.models.decoder import Decoder
 from nanovllm.models.layers.embedding import LMHead, VocabParallelEmbedding
@@ -40,7 +39,7 @@ class ModelQuantizer:
         format = find_format(config.quantization, hf_config)
         if format is None:
             raise ValueError("neither config.json nor the option quantization asks for quantised weights")
-        if config.lora is not None and format not in MADE_AT_LOAD.values():
+        if config.lora is not None and not format.is_made_at_load:
             raise ValueError(
                 f"lora is {quote(config.lora)}, and the checkpoint is quantised already: an adapter can be merged only "
                 'into a checkpoint of 16 or 32 bits; quantization="int8" quantises the merged weights'
@@ -52,7 +51,7 @@ class ModelQuantizer:
     @property
     def rounds_at_load(self) -> bool:
         """Whether codes are made of a checkpoint's numbers by rounding, so that new weights may come."""
-        return self.format.quantizes_head
+        return self.format.rounds
 
     def count_bytes(self, model: Decoder, itemsize: int) -> int:
         """Return the memory of a model's weights, if those that are not quantised take `itemsize` bytes each."""
@@ -141,46 +140,6 @@ def count_bytes(model: Decoder, format: Format, itemsize: int) -> int:
     return total
 
 
-def count_lacking(parts: Collection[Codes], parameter: nn.Parameter) -> tuple[int, bool]:
-    """Return how many rows of a parameter the parts lack, and whether all of these are padding, which has no part."""
-    num_lacking = math.prod(parameter.shape[:-1]) - sum(math.prod(part.codes.shape[:-1]) for part in parts)
-    return num_lacking, num_lacking * parameter.shape[-1] <= getattr(parameter, "padding", 0)
-
-
-def join_codes(parts: Sequence[Codes], parameter: nn.Parameter) -> Codes:
-    """Return the codes of a parameter [out, in], or [num_experts, out, in], in memory of their own.
-
-    Args:
-        parts: all parts of it, in the order of their rows. Rows of padding, which have no part, get zeros.
-
-    Raises:
-        ValueError: the parts have different formats, groups, or orders of columns. Experts may have different orders.
-    """
-    first = parts[0]
-    outer = parameter.shape[:-1]
-    orders = [part.order for part in parts if part.order is not None]
-    per_expert = len(parts) // outer[0] if len(outer) > 1 else len(parts)
-    are_alike = len({part.describe_form() for part in parts}) == 1
-    if not are_alike or any(not torch.equal(order, orders[i - i % per_expert]) for i, order in enumerate(orders)):
-        raise ValueError("its format, its groups or the order of its columns differ from those of its neighbours")
-    num_lacking, is_whole = count_lacking(parts, parameter)
-    if not is_whole:
-        raise RuntimeError(f"{num_lacking} rows of a quantised matrix have not been filled")
-
-    def join(values: Sequence[Tensor]) -> Tensor:
-        joined = torch.cat(tuple(values), -2)
-        if num_lacking:
-            joined = F.pad(joined, (0, 0, 0, num_lacking))
-        return joined.view(*outer, joined.shape[-1])
-
-    joined = join_alike(parts, join)
-    zeros = joined.zeros
-    if zeros is not None and bool((zeros == (0 if first.bits == 8 else 8)).all()):
-        zeros = None
-    order = torch.stack(orders[::per_expert]) if orders and len(outer) > 1 else first.order
-    return replace(joined, zeros=zeros, order=order)
-
-
 class Filling:
     """Fills the matrices of one model: it collects their parts as codes, and lays the matrices of whole modules."""
 
@@ -196,13 +155,13 @@ class Filling:
         self._model = model
         self._attaches = attaches
         self._modules = find_matrices(model, format)
-        self._parts: dict[int, dict[int, Codes]] = {}
-        """{id of a parameter: {where a part begins in it: its codes}}, for the parameters of which a part has come."""
+        self._parts: dict[int, dict[int, Weights]] = {}
+        """{id of a parameter: {where a part begins in it: the part}}, for the parameters of which a part has come."""
 
     def find_targets(self, names: Collection[str]) -> Iterator[tuple[str, str, WeightTarget]]:
         """Yield what `find_module_targets` yields, with other targets where a matrix is quantised, here or there.
 
-        Matrices that are not quantised in a checkpoint with tensors of these names get memory first.
+        Modules that have no quantised matrix in a checkpoint with tensors of these names get memory first.
         """
         self._allocate_others(names)
         for path, name, target in find_module_targets(self._model, names):
@@ -221,30 +180,19 @@ class Filling:
                 view = view[:0]  # together they cover the matrix once
 
     def _allocate_others(self, names: Collection[str]) -> None:
-        """Allocate the matrices that are not quantised in a checkpoint with tensors of these names.
-
-        Raises:
-            ValueError: of several matrices that are multiplied as one, only some are quantised.
-        """
-        if self.format.quantizes_head:
+        """Allocate the matrices of modules that are not quantised in a checkpoint with tensors of these names."""
+        if self.format.rounds:
             return  # all matrices are quantised
-        quantized: dict[str, dict[str, bool]] = {path: {} for path in self._modules}
+        quantized = set()
         for path, name, target in find_module_targets(self._model, names):
-            if self.has_codes(path, target.view):
-                quantized[path][name] = bool(self._find_tensors(name, target, names))
-        for path, found in quantized.items():
-            if len(set(found.values())) > 1:
-                some = next(name for name, is_quantized in found.items() if not is_quantized)
-                raise ValueError(
-                    f"{some} is not quantised, and others are that are multiplied with it as one matrix: "
-                    "such checkpoints are not supported"
-                )
-            if not any(found.values()):
-                module = self._modules.pop(path)
-                for name, value in list(module.named_parameters(recurse=False)):
-                    if value.is_meta:
-                        setattr(module, name, materialize(value, self.device))
-                self._model.backend.prepare_weights(module.parameters(recurse=False))
+            if self.has_codes(path, target.view) and self._find_tensors(name, target, names):
+                quantized.add(path)
+        for path in [path for path in self._modules if path not in quantized]:
+            module = self._modules.pop(path)
+            for name, value in list(module.named_parameters(recurse=False)):
+                if value.is_meta:
+                    setattr(module, name, materialize(value, self.device))
+            self._model.backend.prepare_weights(module.parameters(recurse=False))
 
     def _find_tensors(self, name: str, target: WeightTarget, names: Collection[str]) -> RawTensors:
         # The checkpoint's shape counts: a convolution's weights are a matrix here, and not there.
@@ -269,8 +217,8 @@ class Filling:
         self.put(path, parameter, self.format.round(values))
         self.attach_if_whole(path)
 
-    def put(self, path: str, view: Tensor, part: Codes) -> None:
-        """Keep the codes for a view of a parameter: for rows of it, or of one expert's matrix."""
+    def put(self, path: str, view: Tensor, part: Weights) -> None:
+        """Keep what fills a view of a parameter: rows of it, or of one expert's matrix."""
         parameter = self._find_matrix(path, view)
         assert parameter is not None
         self._parts.setdefault(id(parameter), {})[int(view.storage_offset())] = part
@@ -296,17 +244,21 @@ class Filling:
         packed: list[Any] = []
         for weight, old in zip(weights, module.list_packed() or (None,) * len(weights), strict=True):
             parts = self._parts.pop(id(weight))
-            codes = join_codes([parts[place] for place in sorted(parts)], weight)
+            joined = join_parts([parts[place] for place in sorted(parts)], weight)
             parts.clear()
-            if self.format.input_scales is not None and codes.zeros is not None:
-                raise ValueError(
-                    f"its codes have zeros, which {self.format.name} does not take: leave quantization out"
-                )
-            laid = operators.lay(replace(codes, input_scales=self.format.input_scales), dtype)
+            laid = operators.lay_beside([self._complete(one) for one in joined], dtype)
             packed.append(operators.keep_place(old, laid))
         is_shared = model.tied and module is model.embed_tokens
         for owner in (module, model.lm_head) if is_shared else (module,):
             owner.set_packed(packed, empty)
+
+    def _complete(self, weights: Weights) -> Weights:
+        """Add to codes what the format says of all products. ValueError if codes cannot be multiplied so."""
+        if not isinstance(weights, Codes) or self.format.input_scales is None:
+            return weights
+        if weights.zeros is not None:
+            raise ValueError(f"its codes have zeros, which {self.format.name} does not take: leave quantization out")
+        return replace(weights, input_scales=self.format.input_scales)
 
 
 @dataclass
@@ -345,8 +297,8 @@ class Part:
     def _fill(self, weights: Any) -> None:
         """Fill the part: with codes, or with what gives floats when it is sliced.
 
-        Floats are rounded. The scale is that of the whole row, also where ranks share it. So whole rows are read, of
-        one expert at a time.
+        Floats are rounded, or kept beside codes, as the format says. The scale is that of the whole row, also where
+        ranks share it. So whole rows are read, of one expert at a time.
         """
         filling = self.filling
         view = self.place.view
@@ -366,8 +318,11 @@ class Part:
                 else:
                     values = weights[(*expert, everything, columns)].T
                     share = rows
-                codes = quantize_int8(values.to(filling.device))
-                filling.put(self.path, view[expert], codes.take_columns(share))
+                values = values.to(filling.device)
+                if filling.format.rounds:
+                    filling.put(self.path, view[expert], quantize_int8(values).take_columns(share))
+                else:
+                    filling.put(self.path, view[expert], values[:, share].to(view.dtype))
         filling.attach_if_whole(self.path)
 
 
