@@ -50,6 +50,7 @@ import importlib.metadata, importlib.util, subprocess, sys
 assert __name__ == "__main__" and importlib.util.find_spec("vllm") is not None
 own = [importlib.metadata.version("vllm"), "torch" in sys.modules]
 import vllm
+assert "peft" not in sys.modules, "it takes seconds"
 own += [vllm.__version__, vllm.__nanovllm__]
 child = "import sys, vllm, importlib.metadata as m; print(m.version('vllm'), vllm.__nanovllm__, *sys.argv[1:])"
 print(own, sys.argv[1:], subprocess.check_output([sys.executable, "-c", child, "x"], text=True, cwd="/").split())

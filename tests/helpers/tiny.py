@@ -87,11 +87,26 @@ def save_random(
 
 
 @torch.inference_mode()
-def greedy(model: "PreTrainedModel", prompt: list[int], count: int) -> list[int]:
-    """Return the tokens that transformers' generate adds to a prompt."""
+def greedy(model: "PreTrainedModel", prompt: list[int], count: int, guess: list[int] | None = None) -> list[int]:
+    """Return the tokens that transformers' generate adds to a prompt.
+
+    Args:
+        guess: if each token of it is the likeliest after those before, it is the answer: one pass instead of `count`.
+    """
+    if guess and len(guess) == count:
+        likeliest = logits_of(model, [*prompt, *guess[:-1]])[len(prompt) - 1 :].argmax(-1)
+        if likeliest.tolist() == guess:
+            return guess
     ids = torch.tensor([prompt])
     out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False)
     return out[0, len(prompt) :].tolist()
+
+
+def greedy_all(
+    model: "PreTrainedModel", prompts: list[list[int]], count: int, guesses: list[list[int]]
+) -> list[list[int]]:
+    """Return what `greedy` says to each prompt."""
+    return [greedy(model, prompt, count, guess) for prompt, guess in zip(prompts, guesses, strict=True)]
 
 
 @torch.inference_mode()

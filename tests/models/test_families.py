@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.tiny import CROWDED, SLIDING, draw_prompts, edit_json, greedy, save_random
+from helpers.tiny import CROWDED, SLIDING, draw_prompts, edit_json, greedy, greedy_all, save_random
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import LlamaForCausalLM, MistralForCausalLM, PreTrainedModel, Qwen2ForCausalLM, Qwen3ForCausalLM
 
@@ -91,7 +91,7 @@ def test_tokens_are_transformers(model_class: type[PreTrainedModel], changes: di
         prompts, tokens = say(llm)
         stats = llm.stats()
     assert stats["num_preemptions"] and stats["num_cached_tokens"]
-    assert tokens == [greedy(model, prompt, 30) for prompt in prompts]
+    assert tokens == greedy_all(model, prompts, 30, tokens)
 
 
 @pytest.mark.parametrize("backend", ["cpu", "triton"])
@@ -122,7 +122,7 @@ def test_with_the_cpu_kernels_a_window_says_the_same(
         stats = llm.stats()
         assert llm.engine.runner.steps.most_seqs, "no step was replayed"
     assert stats["num_preemptions"] and stats["num_cached_tokens"]
-    assert tokens == [greedy(model, prompt, 30) for prompt in prompts]
+    assert tokens == greedy_all(model, prompts, 30, tokens)
 
 
 @pytest.mark.parametrize("model_class", [Qwen2ForCausalLM, LlamaForCausalLM, MistralForCausalLM])
@@ -131,7 +131,7 @@ def test_two_ranks_say_the_same(model_class: type[PreTrainedModel], local_ranks:
     model = save(tmp_path, model_class, num_key_value_heads=1, vocab_size=501, **changes)
     with LLM(tmp_path, tensor_parallel_size=2, **CROWDED) as llm:
         prompts, tokens = say(llm)
-    assert tokens == [greedy(model, prompt, 30) for prompt in prompts]
+    assert tokens == greedy_all(model, prompts, 30, tokens)
 
 
 QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "num_hidden_layers": 3}

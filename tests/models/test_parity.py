@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.tiny import BLOCK, SMALL, draw_prompts, edit_json, greedy, logits_of, save_random
+from helpers.tiny import BLOCK, SMALL, draw_prompts, edit_json, greedy_all, logits_of, save_random
 from safetensors.torch import load_file, save_file
 from transformers import Qwen3ForCausalLM
 
@@ -54,7 +54,8 @@ def assert_equal_greedy_tokens(folder: Path, model: Qwen3ForCausalLM, count: int
     prompts = draw_prompts(LENGTHS)
     with engine(folder) as llm:
         outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=count), use_tqdm=False)
-    assert [o["token_ids"] for o in outputs] == [greedy(model, prompt, count) for prompt in prompts]
+    tokens = [output["token_ids"] for output in outputs]
+    assert tokens == greedy_all(model, prompts, count, tokens)
 
 
 @pytest.mark.parametrize("changes", CONFIGS.values(), ids=CONFIGS.keys())

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 import torch
 from safetensors.torch import load_file
-from transformers import AutoTokenizer, set_seed
+from transformers import AutoTokenizer
 
 import nanovllm
 from nanovllm.apps.standin import engine
@@ -173,6 +173,13 @@ class Platform:
         return self.device_type == "cpu"
 
 
+def set_random_seed(seed: int) -> None:
+    """Call transformers' set_seed. Its module imports the trainer and peft, which takes seconds, and so comes late."""
+    from transformers import set_seed
+
+    set_seed(seed)
+
+
 class Uncalled(type):
     """Makes a class that raises an error when it is called."""
 
@@ -198,7 +205,7 @@ NAMES: dict[str, Any] = {
     "Worker": Worker,
     "current_platform": Platform(),
     "get_tokenizer": AutoTokenizer.from_pretrained,
-    "set_random_seed": set_seed,
+    "set_random_seed": set_random_seed,
 }
 """They do not depend on the module of vLLM's that a script imports them from."""
 
