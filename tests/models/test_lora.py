@@ -8,7 +8,7 @@ import pytest
 import torch
 from helpers.adapters import LINEAR, save_adapter
 from helpers.hybrids import save_hub_form
-from helpers.tiny import BLOCK, draw_prompts, edit_json, greedy, save_random
+from helpers.tiny import BLOCK, draw_prompts, edit_json, greedy_all, save_random
 from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM, PreTrainedModel, Qwen2ForCausalLM, Qwen3_5ForCausalLM, Qwen3ForCausalLM
 
@@ -48,12 +48,12 @@ def test_tokens_are_those_of_merge_and_unload(
     model_class: type[PreTrainedModel], changes: dict[str, Any], tmp_path: Path
 ) -> None:
     model = save_random(tmp_path / "model", model_class=model_class, tie_word_embeddings=False)
-    plain = [greedy(model, prompt, 20) for prompt in PROMPTS]
+    plain = say(tmp_path / "model")
+    assert plain == greedy_all(model, PROMPTS, 20, plain)
     merged = save_adapter(model, tmp_path / "adapter", **changes)
-    expected = [greedy(merged, prompt, 20) for prompt in PROMPTS]
-    assert expected != plain
-    assert say(tmp_path / "model", lora=str(tmp_path / "adapter")) == expected
-    assert say(tmp_path / "model") == plain
+    said = say(tmp_path / "model", lora=str(tmp_path / "adapter"))
+    assert said == greedy_all(merged, PROMPTS, 20, said)
+    assert said != plain
 
 
 def test_compiled_kernels_and_bfloat16_round_once(tmp_path: Path) -> None:
@@ -72,14 +72,14 @@ DELTA = ["in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "out_proj"]
 def test_an_adapter_of_the_form_on_the_hub(targets: list[str] | str, tmp_path: Path) -> None:
     """Its names have "language_model." in them. The part for pictures is not read, nor what is to change it."""
     model = save_hub_form(tmp_path / "model")
-    plain = [greedy(model, prompt, 20) for prompt in PROMPTS]
+    plain = say(tmp_path / "model")
     merged = save_adapter(model, tmp_path / "adapter", target_modules=targets)
     names = load_file(tmp_path / "adapter" / "adapter_model.safetensors").keys()
     assert "base_model.model.model.language_model.layers.0.linear_attn.in_proj_qkv.lora_A.weight" in names
     assert any("visual" in name for name in names) == (targets == "all-linear")
-    expected = [greedy(merged, prompt, 20) for prompt in PROMPTS]
-    assert expected != plain
-    assert say(tmp_path / "model", lora=str(tmp_path / "adapter")) == expected
+    said = say(tmp_path / "model", lora=str(tmp_path / "adapter"))
+    assert said == greedy_all(merged, PROMPTS, 20, said)
+    assert said != plain
 
 
 @pytest.mark.parametrize("is_hub_form", [True, False], ids=["of the whole, for the text model", "the other way round"])
@@ -89,25 +89,25 @@ def test_an_adapter_fits_both_forms_of_a_model(is_hub_form: bool, tmp_path: Path
     text = Qwen3_5ForCausalLM.from_pretrained(tmp_path / "whole", tie_word_embeddings=True)
     text.save_pretrained(tmp_path / "text")
     merged = save_adapter(whole if is_hub_form else text, tmp_path / "adapter", target_modules=[*LINEAR, *DELTA])
-    expected = [greedy(merged, prompt, 20) for prompt in PROMPTS]
-    assert say(tmp_path / ("text" if is_hub_form else "whole"), lora=str(tmp_path / "adapter")) == expected
+    said = say(tmp_path / ("text" if is_hub_form else "whole"), lora=str(tmp_path / "adapter"))
+    assert said == greedy_all(merged, PROMPTS, 20, said)
 
 
 @pytest.mark.parametrize("kind", ["tensor_parallel_size", "pipeline_parallel_size"])
 def test_two_ranks_merge_their_shares(kind: str, local_ranks: None, tmp_path: Path) -> None:
     model = save_random(tmp_path / "model")
     merged = save_adapter(model, tmp_path / "adapter")
-    expected = [greedy(merged, prompt, 20) for prompt in PROMPTS]
-    assert say(tmp_path / "model", lora=str(tmp_path / "adapter"), **{kind: 2}) == expected
+    said = say(tmp_path / "model", lora=str(tmp_path / "adapter"), **{kind: 2})
+    assert said == greedy_all(merged, PROMPTS, 20, said)
 
 
 def test_the_draft_model_stays_as_it_is(tmp_path: Path) -> None:
     model = save_random(tmp_path / "model")
     save_random(tmp_path / "draft", seed=1, num_hidden_layers=1)
     merged = save_adapter(model, tmp_path / "adapter")
-    expected = [greedy(merged, prompt, 20) for prompt in PROMPTS]
     drafts = {"model": str(tmp_path / "draft"), "num_speculative_tokens": 2}
-    assert say(tmp_path / "model", lora=str(tmp_path / "adapter"), speculative_config=drafts) == expected
+    said = say(tmp_path / "model", lora=str(tmp_path / "adapter"), speculative_config=drafts)
+    assert said == greedy_all(merged, PROMPTS, 20, said)
 
 
 def test_an_adapter_is_part_of_a_job_s_provenance(random_model: Path, tmp_path: Path) -> None:
