@@ -161,6 +161,15 @@ def test_a_cap_above_the_scores_loses_no_precision(backend: CpuBackend, kv_dtype
         assert_attends_alike(backend, (64, 4, 64), FP32, kv_dtype, AttentionVariant(softcap=softcap))
 
 
+@pytest.mark.parametrize("window", [None, 2, 100])
+def test_a_sink_of_minus_infinity_is_no_sink(backend: CpuBackend, window: int | None) -> None:
+    """Also for queries that see no key of the first tile, because of the window."""
+    sinks = torch.full((6,), -torch.inf)
+    how = ([200, 1], [200, 300], (64, 3, 32), FP32, FP32)
+    got = attend_after_storing(backend, *how, AttentionVariant(window, sinks=sinks))
+    assert torch.equal(got, attend_after_storing(backend, *how, AttentionVariant(window)))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "shape"), list(enumerate(GRID)), ids=str)
 def test_attention_equals_the_reference_for_every_pair_of_values(

@@ -257,7 +257,8 @@ void attend_rows(const typename T::element* q, const CachedHead<T, CODES>& head,
     std::fill_n(at.totals, rows, 0.0f);
     std::fill_n(at.sums, rows * dim, 0.0f);
     if (variant.sinks) {
-        for (int64_t r = 0; r < rows; ++r) at.maxima[r] = variant.sinks[head.head * group + r % group];
+        for (int64_t r = 0; r < rows; ++r)  // a sink may be -infinity
+            at.maxima[r] = std::max(variant.sinks[head.head * group + r % group], at.maxima[r]);
         std::fill_n(at.totals, rows, 1.0f);
     }
     const int64_t first_key = queries.first_visible(0, variant.window);
