@@ -11,6 +11,7 @@ import re
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from fractions import Fraction
 from typing import Any
 from urllib.parse import unquote
 
@@ -75,8 +76,8 @@ a name of another script is encoded, which no pattern can check.
 """
 
 _SPACES = "\\t-\\r \xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000\ufeff"
-_CLASSES = {r"\s": f"[{_SPACES}]", r"\S": f"[^{_SPACES}]"}
-"""The white space of ECMAScript. In Rust U+0085 is white space, and U+FEFF is none."""
+_TRANSLATED = {r"\s": f"[{_SPACES}]", r"\S": f"[^{_SPACES}]", r"\<": "<", r"\>": ">"}
+"""Escapes of ECMAScript in Rust's syntax. In Rust U+0085 is white space, U+FEFF is none, and \\< is a word's start."""
 
 _SECONDS_OF_SEARCH = 0.3
 
@@ -99,17 +100,56 @@ def read_schema(text: str) -> dict[str, Any]:
         for place, part in parts:
             if reason := _find_unkept(part, names_draft):
                 raise ValueError(f"at {place}: {reason}")
-            patterns = FORMAT_PATTERNS.get(str(part.get("format")))
-            if patterns and isinstance(part.get("allOf", []), list):
-                part["allOf"] = [*part.get("allOf", []), *({"pattern": pattern} for pattern in patterns)]
-            if isinstance(part.get("pattern"), str):
-                part["pattern"] = _translate(part["pattern"])
-            if isinstance(part.get("patternProperties"), dict):
-                part["patternProperties"] = {_translate(name): one for name, one in part["patternProperties"].items()}
+            try:
+                _change_part(part)
+            except ValueError as why:
+                raise ValueError(f"at {place}: {why}") from None
         _include_bounds([part for _, part in parts])
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     return schema
+
+
+def _change_part(part: dict[str, Any]) -> None:
+    """Change the formats, patterns and multiples of one schema for llguidance.
+
+    Raises:
+        ValueError: a pattern cannot be kept.
+    """
+    more: list[Any] = [{"pattern": pattern} for pattern in FORMAT_PATTERNS.get(str(part.get("format")), ())]
+    multiple = _read_number(part.get("multipleOf"))
+    if multiple is not None and multiple > 0 and math.isfinite(multiple) and not multiple.is_integer():
+        _move_bounds_to_multiples(part, Fraction(str(multiple)))
+        more.append({"anyOf": [{"maximum": -multiple}, {"minimum": 0}]})
+    if more and isinstance(part.get("allOf", []), list):
+        part["allOf"] = [*part.get("allOf", []), *more]
+    if isinstance(part.get("pattern"), str):
+        part["pattern"] = _translate(part["pattern"])
+    if isinstance(part.get("patternProperties"), dict):
+        part["patternProperties"] = {_translate(name): one for name, one in part["patternProperties"].items()}
+
+
+def _move_bounds_to_multiples(part: dict[str, Any], multiple: Fraction) -> None:
+    """Write the bounds beside a multipleOf so that llguidance loses no multiple.
+
+    It writes multiples of 0.25 with two decimals. But above an excluded bound it takes no 0 at the end (nor between -1
+    and 0, if a range begins below 0 and ends above it: see the anyOf of `_change_part`), and of the bound that is
+    farther from 0 it takes no beginning, and no more zeros. So the bound that is nearer to 0 becomes the first
+    multiple, and the other one the first multiple beyond, which is excluded.
+    """
+    for kind, sign in (("Minimum", 1), ("Maximum", -1)):
+        names = (kind.lower(), f"exclusive{kind}")
+        known, excluded = (_read_number(part.get(name)) for name in names)
+        steps = []
+        if known is not None and abs(known) < _EXACT:
+            steps.append(math.ceil(sign * Fraction(str(known)) / multiple))
+        if excluded is not None and abs(excluded) < _EXACT:
+            steps.append(math.floor(sign * Fraction(str(excluded)) / multiple) + 1)
+        if not steps or part.get(names[1]) is True:
+            continue
+        first = max(steps)
+        part.pop(names[first >= 0], None)
+        part[names[first < 0]] = float(sign * multiple * (first - (first < 0)))
 
 
 def _find_parts(schema: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -141,10 +181,10 @@ def _follow(schema: Any, pointer: str) -> Any:
 def _include_bounds(parts: Sequence[dict[str, Any]]) -> None:
     """Write excluded bounds that llguidance would not keep as bounds that are not excluded.
 
-    It takes 1 for a number above 1 that is at most 1.5, say: the excluded bound is whole, and the other bound is less
-    than 1 away. It also takes one of 2**53 or more, where its step of 1 is no number of float64. allOf, anyOf and $ref
-    may join the bounds of any two parts, so all parts are looked at. The new bound is as near to the old one as float64
-    can tell, or a billionth of the way to the other bound.
+    It takes 1 for a number above 1 that is at most 1.5, say: the excluded bound is whole, and the other one farther
+    from 0 by less than 1. It also takes a bound of 2**53 or more, where its step of 1 is no number of float64. allOf,
+    anyOf and $ref may join the bounds of any two parts, so all parts are looked at. The new bound is as near to the old
+    one as float64 can tell, or a billionth of the way to the other bound.
     """
     for kind, opposite, sign in (("Minimum", "Maximum", 1), ("Maximum", "Minimum", -1)):
         excluding = f"exclusive{kind}"
@@ -157,7 +197,7 @@ def _include_bounds(parts: Sequence[dict[str, Any]]) -> None:
                 continue
             nearest = bisect_right(ahead, sign * bound)
             gap = ahead[nearest] - sign * bound if nearest < len(ahead) else 1.0
-            if gap < 1 or abs(bound) >= _EXACT:
+            if (gap < 1 and sign * bound >= 0) or abs(bound) >= _EXACT:
                 next_one = math.nextafter(bound, sign * math.inf)
                 moved = sign * max(sign * next_one, sign * bound + min(gap, 1.0) / 1e9)
                 del part[excluding]
@@ -169,8 +209,30 @@ def _read_number(value: Any) -> float | None:
 
 
 def _translate(pattern: str) -> str:
-    """Return a pattern of ECMAScript in Rust's syntax. llguidance itself translates \\d and \\w."""
-    return re.sub(r"\\.", lambda escape: _CLASSES.get(escape[0], escape[0]), pattern, flags=re.DOTALL)
+    """Return a pattern of ECMAScript in Rust's syntax. llguidance itself translates \\d and \\w.
+
+    In Rust a class may hold others, and &&, -- and ~~ join them. No class holds U+0000, which cannot be written: of a
+    class with all control characters llguidance takes each escape, also \\" of [^"].
+
+    Raises:
+        ValueError: it has [] or [^], an empty class in ECMAScript, which Rust and Python take for the start of one.
+    """
+    parts = [""]
+    is_class = False
+    for token in re.findall(r"\\.|\[\^?|.", pattern, re.DOTALL):
+        if is_class and token == "]":
+            if parts[-1].startswith("[["):
+                raise ValueError(f"the pattern {quote(pattern)} has an empty class: write \\[ and \\] for brackets")
+            parts.append(r"]&&[^\x00]]")
+            is_class = False
+        elif is_class and (token[0] == "[" or (token in "&-~" and token == parts[-1])):
+            parts.append(f"\\{token}")
+        elif token[0] == "[":
+            parts.append(f"[{token}")
+            is_class = True
+        else:
+            parts.append(_TRANSLATED.get(token, token))
+    return "".join(parts)
 
 
 def walk_schema(schema: Any, place: str = "#") -> Iterator[tuple[str, dict[str, Any]]]:
