@@ -4,6 +4,7 @@ import json
 import math
 import random
 import re
+from collections.abc import Iterator
 from decimal import Decimal
 from functools import lru_cache
 from typing import Any
@@ -16,7 +17,8 @@ pytest.importorskip("jsonschema")
 pytest.importorskip("llguidance")
 
 from jsonschema import Draft202012Validator, FormatChecker
-from jsonschema.exceptions import FormatError
+from jsonschema.exceptions import FormatError, ValidationError
+from jsonschema.validators import extend
 from llguidance import LLMatcher, LLTokenizer
 
 from nanovllm.features.edits.compiler import compile_grammar, read_grammar
@@ -40,7 +42,7 @@ PATTERNS = {
     "^$": ["", "a", " "],
     "^[à-ž]{1,2}$": ["à", "ž", "éé", "a", "ééé"],
 }
-"""Patterns that Python and ECMAScript read alike, with strings on both sides of them."""
+"""Patterns that Python and ECMAScript read alike but for $, with strings on both sides of them."""
 
 NAME_PATTERNS = {
     "^a": ["a", "ab", "aé"],
@@ -106,12 +108,18 @@ class Formats(FormatChecker):
         super().check(instance, format)
 
 
-FORMAT_CHECKER = Formats()
+def check_pattern(_: Any, pattern: str, value: Any, __: Any) -> Iterator[ValidationError]:
+    """Keep a pattern as ECMAScript reads it: Python's $ also stands before a last line feed."""
+    if isinstance(value, str) and not re.search(pattern.replace("$", r"\Z"), value):
+        yield ValidationError(pattern)
+
+
+Validator = extend(Draft202012Validator, {"pattern": check_pattern})
 
 
 @lru_cache
 def make_validator(text: str) -> Any:
-    return Draft202012Validator(json.loads(text, parse_float=Decimal), format_checker=FORMAT_CHECKER)
+    return Validator(json.loads(text, parse_float=Decimal), format_checker=Formats())
 
 
 def judge(schema: Any, value: Any, definitions: Any) -> bool:
