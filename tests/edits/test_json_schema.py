@@ -33,6 +33,10 @@ VOCAB_SIZE = 664
 EOS = 663
 GRAMMARS = Grammars(TOKENIZER, VOCAB_SIZE, [EOS])
 
+NAMED_PART: dict[str, Any] = {"properties": {"é": {}}}
+CLOSED_PART: dict[str, Any] = {"patternProperties": {"^é$": {}}, "additionalProperties": False}
+"""A part that alone is good: its pattern allows one name. Together with the other part it allows no other name."""
+
 REFUSED: dict[str, tuple[Any, str, str]] = {
     # llguidance says what, and we where
     "not": ({"properties": {"a": {"not": {"const": 1}}}}, "#/properties/a", '["not"]'),
@@ -72,11 +76,21 @@ REFUSED: dict[str, tuple[Any, str, str]] = {
         "#",
         "patternProperties",
     ),
-    "patterns of names in another part": (
-        {"allOf": [{"properties": {"é": {}}}, {"patternProperties": {"^é$": {}}, "additionalProperties": False}]},
-        "#",
-        "patternProperties",
-    ),
+    **{
+        f"patterns of names in another part, by {way}": (schema, place, "patternProperties")
+        for way, schema, place in (
+            ("allOf", {"allOf": [NAMED_PART, CLOSED_PART]}, "#"),
+            ("a reference", {"items": {"$ref": "#/x", **NAMED_PART}, "x": CLOSED_PART}, "#/items"),
+            ("two references", {"$ref": "#/x", "required": ["é"], "x": {"$ref": "#/y"}, "y": CLOSED_PART}, "#"),
+            (
+                "a reference elsewhere",
+                {"$ref": "#/x", "x": {"items": {"oneOf": [NAMED_PART], **CLOSED_PART}}},
+                "#/x/items",
+            ),
+            ("an option", {"anyOf": [{"type": "null"}, NAMED_PART], **CLOSED_PART}, "#"),
+            ("an option in allOf", {"allOf": [{"anyOf": [True, CLOSED_PART]}, NAMED_PART]}, "#"),
+        )
+    },
     # what llguidance would take, and not keep
     "its own options": ({"x-guidance": {"lenient": True}, "not": {}}, "#", "x-guidance"),
     "a misspelt keyword": ({"items": {"type": "string", "maxlength": 3}}, "#/items", "did you mean maxLength"),
@@ -138,6 +152,9 @@ def test_the_place_of_an_error_is_searched_for_a_limited_time_and_once(monkeypat
         {"properties": {"a": {}}, "patternProperties": {"^a$": {}}},
         {"patternProperties": {"^a$": {}, "^b$": {}}, "additionalProperties": False},
         {"allOf": [{"properties": {"a": {}}, "additionalProperties": False}, {"patternProperties": {"^a$": {}}}]},
+        {"$ref": "#/x", "x": CLOSED_PART, "properties": {"a": {"properties": {"é": {}}}}},
+        {"$ref": "#/x", "x": {"properties": {"a": {"$ref": "#/x"}}, **CLOSED_PART}},
+        {"anyOf": [{"properties": {f"{i}": {}}, "patternProperties": {"^a": {}}} for i in range(300)]},
         {"type": "integer", "format": "int32"},
         {"$schema": "http://json-schema.org/draft-07/schema#", "items": [{"type": "integer"}]},
     ],

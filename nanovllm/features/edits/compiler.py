@@ -11,7 +11,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from nanovllm.features.edits.grammar_size import is_safe, measure_schema, measure_text
-from nanovllm.features.edits.json_schema import locate_error, make_probe, read_schema, walk_schema
+from nanovllm.features.edits.json_schema import list_probes, locate_error, read_schema
 
 LIMITS = LLParserLimits(
     initial_lexer_fuel=500_000,  # of a compile: at most a second
@@ -101,9 +101,8 @@ def _compile_schema(tokenizer: LLTokenizer, schema: dict[str, Any]) -> LLMatcher
     matcher, error = make_matcher(schema)
     if error:
         raise ValueError(f"at {locate_error(schema, error, lambda part: make_matcher(part)[1])}: {error}")
-    for place, part in walk_schema(schema):
-        probe = make_probe(part)
-        if probe is not None and _ends_dead(tokenizer, *make_matcher(probe), list(probe["properties"])):
+    for place, probe in list_probes(schema):
+        if _ends_dead(tokenizer, *make_matcher(probe), list(probe["properties"])):
             why = "patternProperties matches only names that properties or required list, and no other may come"
             raise ValueError(f"at {place}: {why}: leave it out")
     return matcher

@@ -12,6 +12,7 @@ import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
+from itertools import chain, islice, product
 from typing import Any
 from urllib.parse import unquote
 
@@ -80,6 +81,7 @@ _TRANSLATED = {r"\s": f"[{_SPACES}]", r"\S": f"[^{_SPACES}]", r"\<": "<", r"\>":
 """Escapes of ECMAScript in Rust's syntax. In Rust U+0085 is white space, U+FEFF is none, and \\< is a word's start."""
 
 _SECONDS_OF_SEARCH = 0.3
+_MOST_JOINS = 32
 
 
 def read_schema(text: str) -> dict[str, Any]:
@@ -289,18 +291,54 @@ def _find_unkept(schema: Mapping[str, Any], names_draft: bool) -> str | None:
     return None
 
 
-def make_probe(schema: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return a schema of objects that have all names which a schema lists, and further ones as it allows them.
+def list_probes(schema: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the places of objects that may have a comma and then no name, each with a schema that shows it.
 
     llguidance lets a comma come after the last listed name if there are patterns, also where these match no other name.
-    With this schema, in which all values are null, the compiler asks whether they do. None if it need not ask.
+    With the schema, in which all values are null, the compiler asks whether they do.
+    """
+    parts = list(_find_parts(schema))
+    if not any(part.get("patternProperties") for _, part in parts):
+        return
+    known = set()
+    for place, part in parts:
+        for members in _list_joins(part, schema):
+            probe = _make_probe(members)
+            text = json.dumps(probe)
+            if probe is not None and text not in known:
+                known.add(text)
+                yield place, probe
+
+
+def _list_joins(schema: Any, whole: dict[str, Any], seen: frozenset[int] = frozenset()) -> Iterator[list[Any]]:
+    """Yield lists of schemas that one value may have to fit together: at most 32, from at most 32 levels.
+
+    A schema stands together with all of its allOf, what its $ref leads to, and one option of its anyOf and its oneOf.
+    """
+    if not isinstance(schema, dict) or id(schema) in seen or len(seen) == _MOST_JOINS:
+        yield []
+        return
+    groups = [[part] for part in _read(schema, "allOf", list)]
+    groups += [options for name in ("anyOf", "oneOf") if (options := _read(schema, name, list))]
+    if "$ref" in schema:
+        groups.append([_follow(whole, str(schema["$ref"]))])
+    choices = []
+    for group in groups:
+        joins = chain.from_iterable(_list_joins(option, whole, seen | {id(schema)}) for option in group)
+        choices.append(list(islice(joins, _MOST_JOINS)))
+    for chosen in islice(product(*choices), _MOST_JOINS):
+        yield [schema, *chain.from_iterable(chosen)]
+
+
+def _make_probe(members: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    """Return a schema of objects that have all names which the schemas list, and further ones as all of them allow.
+
+    None if there are no patterns, or if any other name may come.
     """
     null = {"type": "null"}
     names: dict[str, Any] = {}
     parts = []
-    members = [schema]
     for member in members:
-        members += [inner for inner in _read(member, "allOf", list) if isinstance(inner, dict)]
         listed = dict.fromkeys(_read(member, "properties", dict), null)
         patterns = {
             name: null if one is not False else one for name, one in _read(member, "patternProperties", dict).items()
