@@ -9,7 +9,7 @@ import torch
 
 from nanovllm.models.model_config import load_model_config
 from nanovllm.models.sizes import Sizes
-from nanovllm.models.weight_names import find_targets
+from nanovllm.models.weight_names import find_weight_targets
 
 
 def write_checkpoint(config: dict[str, Any], dtype: torch.dtype, folder: Path, seed: int = 0) -> None:
@@ -28,7 +28,7 @@ def write_checkpoint(config: dict[str, Any], dtype: torch.dtype, folder: Path, s
         name: (torch.zeros if name.endswith(".bias") else torch.ones)(target.shape, dtype=dtype)
         if len(target.shape) == 1
         else torch.randn(target.shape, generator=generator).mul_(0.02).to(dtype)
-        for name, target in find_targets(model)
+        for name, target in find_weight_targets(model)
     }
     name = str(dtype).removeprefix("torch.")
     config = {**config, "torch_dtype": name, "dtype": name, "eos_token_id": None, "bos_token_id": None}

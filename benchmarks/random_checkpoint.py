@@ -26,7 +26,7 @@ from nanovllm.features.quantized.formats import Format
 from nanovllm.features.shapes import PRESETS, preset_config
 from nanovllm.models.model_config import load_model_config
 from nanovllm.models.sizes import Sizes
-from nanovllm.models.weight_names import find_targets
+from nanovllm.models.weight_names import find_weight_targets
 
 SHARD = 1 << 30
 """Bytes of a file."""
@@ -75,7 +75,7 @@ def write_random_checkpoint(config: dict[str, Any], format_name: str, folder: Pa
     size = 0
     num_files = 0
     model = Sizes(hf_config).model
-    for name, tensor in _draw_tensors({name: target.shape for name, target in find_targets(model)}, format):
+    for name, tensor in _draw_tensors({name: target.shape for name, target in find_weight_targets(model)}, format):
         if size + tensor.nbytes > SHARD and shard:
             save_file(shard, folder / f"model-{num_files}.safetensors")
             shard = {}

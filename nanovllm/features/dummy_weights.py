@@ -5,7 +5,7 @@ import torch
 from nanovllm.models.decoder import Decoder
 from nanovllm.models.layers.parallel import Parallel
 from nanovllm.models.layers.weights import Quantizer
-from nanovllm.models.weight_names import find_targets
+from nanovllm.models.weight_names import find_weight_targets
 
 
 def fill_randomly(model: Decoder, parallel: Parallel, quantizer: Quantizer | None, *, seed: int, std: float) -> None:
@@ -16,7 +16,7 @@ def fill_randomly(model: Decoder, parallel: Parallel, quantizer: Quantizer | Non
         seed: the seed of rank 0. Each rank has one of its own.
         std: the standard deviation of the numbers.
     """
-    biases = [target.view for name, target in find_targets(model) if name.endswith(".bias")]
+    biases = [target.view for name, target in find_weight_targets(model) if name.endswith(".bias")]
     device = model.cos_sin.device
     generator = torch.Generator(device=device).manual_seed(seed + parallel.rank)
     filling = None if quantizer is None else quantizer.begin(model)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from nanovllm.models.decoder import Decoder
 
 
-def find_targets(model: "Decoder", names: Collection[str] = ()) -> NamedTargets:
+def find_weight_targets(model: "Decoder", names: Collection[str] = ()) -> NamedTargets:
     """Yield (name in a checkpoint, place to load it to) for every tensor that the model needs.
 
     Args:
@@ -28,7 +28,7 @@ def find_targets(model: "Decoder", names: Collection[str] = ()) -> NamedTargets:
 
 
 def find_module_targets(model: "Decoder", names: Collection[str] = ()) -> Iterator[tuple[str, str, WeightTarget]]:
-    """Yield (path of the module here, name in a checkpoint, place to load it to): see `find_targets`.
+    """Yield (path of the module here, name in a checkpoint, place to load it to): see `find_weight_targets`.
 
     The name of a module in a checkpoint is its path here with "model." before it. There are two exceptions. The LM head
     is "lm_head", without "model.". And a module may have a `checkpoint_name`, which replaces the last part of the path.

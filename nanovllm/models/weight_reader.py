@@ -18,7 +18,7 @@ from nanovllm.models.layers.parallel import Parallel
 from nanovllm.models.layers.weights import Quantizer, WeightTarget
 from nanovllm.models.model_config import find_ends
 from nanovllm.models.model_folder import ModelFolder
-from nanovllm.models.weight_names import find_elsewhere, find_targets, name_canonically, name_some
+from nanovllm.models.weight_names import find_elsewhere, find_weight_targets, name_canonically, name_some
 from nanovllm.utils.progress import hide_unless
 
 if TYPE_CHECKING:
@@ -112,7 +112,8 @@ def load_weights(
     names = name_canonically(folder.places, config)
     found = set(names.values())
     targets: dict[str, list[WeightTarget]] = {}
-    for name, target in find_targets(model, found) if quantizer is None else quantizer.find_targets(model, found):
+    all_targets = find_weight_targets(model, found) if quantizer is None else quantizer.find_targets(model, found)
+    for name, target in all_targets:
         targets.setdefault(name, []).append(target)
     _check_cover(model, chain.from_iterable(targets.values()))
     if missing := targets.keys() - found:

@@ -103,7 +103,7 @@ class ModelQuantizer:
         return Filling(self.format, model, self._device, attaches)
 
     def find_targets(self, model: Decoder, names: Collection[str]) -> NamedTargets:
-        """Yield what `weight_names.find_targets` yields, with other targets where a matrix is quantised."""
+        """Yield what `weight_names.find_weight_targets` yields, with other targets where a matrix is quantised."""
         return ((name, target) for _, name, target in self.begin(model).find_targets(names))
 
 

@@ -119,7 +119,7 @@ def make_decoder(config: "PretrainedConfig", backend: Backend, parallel: Paralle
     To build one takes a second, and an engine needs three: its options, its memory and its weights. Each gets a copy of
     the first.
     """
-    if parallel.size > 1:  # of a draft model, whose options follow those of its target
+    if parallel.size > 1:  # of a draft model, whose options follow the model's
         name = (config.architectures or ["this model"])[0]
         raise ValueError(
             f"{name} runs through transformers' code, on one rank: leave tensor_parallel_size ({parallel.size}) at 1; "
