@@ -1,8 +1,9 @@
 """Reads what the headers of a checkpoint's files say: the names of its tensors and their shapes, before any weights."""
 
 import logging
+import math
 import re
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -60,29 +61,17 @@ class Headers:
             return list(tensor.get_shape()) if tensor.get_dtype() in FLOATS else None
 
     def has_equal(self, name: str, other: str) -> bool:
-        """Return whether two tensors have the same values: see `are_equal`."""
+        """Return whether two tensors have the same values, in whatever formats. It reads a few rows at a time."""
         path, own = self._places[name]
         other_path, other_own = self._places[other]
         with self.folder.open_tensors(path) as file, self.folder.open_tensors(other_path) as other_file:
-            return are_equal(file.get_slice(own), other_file.get_slice(other_own))
-
-
-def are_equal(one: Any, other: Any) -> bool:
-    """Return whether two tensors have the same values, in whatever number formats. It reads a few rows at a time.
-
-    Args:
-        one, other: tensors, or slice objects of safetensors.
-    """
-    shape = get_shape(one)
-    if shape != get_shape(other) or not shape:
-        return False
-    parts = (slice(start, start + ROWS_AT_A_TIME) for start in range(0, shape[0], ROWS_AT_A_TIME))
-    return all(torch.equal(one[part].double().cpu(), other[part].double().cpu()) for part in parts)
-
-
-def get_shape(tensor: Any) -> list[int]:
-    """Return the shape of a tensor, or of a slice object of safetensors."""
-    return list(tensor.shape if isinstance(tensor, torch.Tensor) else tensor.get_shape())
+            one = file.get_slice(own)
+            two = other_file.get_slice(other_own)
+            shape = one.get_shape()
+            if shape != two.get_shape() or not shape:
+                return False
+            parts = [slice(start, start + ROWS_AT_A_TIME) for start in range(0, shape[0], ROWS_AT_A_TIME)]
+            return all(torch.equal(one[part].double(), two[part].double()) for part in parts)
 
 
 def fit_to_checkpoint(config: "PretrainedConfig", folder: ModelFolder | None) -> bool:
@@ -183,17 +172,10 @@ def compare_sizes(config: "PretrainedConfig", headers: Headers) -> None:
         name = headers.find_ending(ending)
         if name is None or not all(hasattr(config, size) for sizes in dimensions for size in sizes):
             continue
-        wanted = [_multiply(config, sizes) for sizes in dimensions]
+        wanted = [math.prod(int(getattr(config, size)) for size in sizes) for sizes in dimensions]
         shape = headers.read_shape(name)
         if shape is not None and shape != wanted:
             names = ", ".join(" x ".join(sizes) for sizes in dimensions)
             raise ValueError(
                 f"{headers.folder}: tensor {name} has shape {shape}; config.json asks for {wanted} ({names})"
             )
-
-
-def _multiply(config: "PretrainedConfig", sizes: tuple[str, ...]) -> int:
-    product = 1
-    for size in sizes:
-        product *= int(getattr(config, size))
-    return product
