@@ -25,15 +25,8 @@ _LIST_KEYWORDS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 """Keywords whose value is, or may be, a list of schemas."""
 
 _SCHEMA_KEYWORDS = (
-    "items",
-    "additionalItems",
-    "additionalProperties",
-    "contains",
-    "not",
-    "if",
-    "then",
-    "else",
-    "propertyNames",
+    *("items", "additionalItems", "additionalProperties", "contains"),
+    *("not", "if", "then", "else", "propertyNames"),
 )
 """Keywords whose value is, or may be, one schema."""
 

@@ -104,12 +104,7 @@ class RowEdits:
 
     @property
     def needs_known_tokens(self) -> bool:
-        """True if the edits of a step depend on the tokens sampled before: the host must have read those."""
-        return self._forbids_by_tokens
-
-    @property
-    def _forbids_by_tokens(self) -> bool:
-        """True if the tokens sampled before decide which tokens are forbidden."""
+        """True if the tokens sampled before decide which tokens are forbidden: the host must have read those."""
         return self._matcher is not None or bool(self._bad_words or self._bad_sequences)
 
     @property
@@ -119,7 +114,7 @@ class RowEdits:
 
     def forbids(self, num_output: int) -> bool:
         """Return whether it may forbid a token after num_output tokens of output."""
-        return self._forbids_by_tokens or any(num_output < end for end, _ in self._masks)
+        return self.needs_known_tokens or any(num_output < end for end, _ in self._masks)
 
     def forbid(self, mask: IntArray, token_ids: "array[int]", num_output: int) -> None:
         """Clear, in mask int32 [ceil(vocab / 32)], the bits of tokens that may not come after num_output tokens of
