@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,40 +11,75 @@ from helpers.cpu_checks import rounding
 from nanovllm.backends.cpu.quantized import CpuMatrix
 from nanovllm.backends.cpu.scratch import Scratch
 from nanovllm.features.families.qwen3_moe.ops import Routing, grouped_linear_reference
-from nanovllm.features.quantized.codes import Codes, Scales, pack_int4, quantize_int8
+from nanovllm.features.quantized.codes import FROM_ZERO, IQ4_NUMBERS, Codes, Scales, pack_int4, quantize_int8
 from nanovllm.utils.integers import ceil_div
 
+
+class Form(NamedTuple):
+    """A format of random codes.
+
+    Attributes:
+        group_size: None: quantize_int8 makes the codes; more than a row has: the whole row.
+        shared: how many groups share a float16, beside a factor for each; None: each has a float32, and 1: a float16.
+    """
+
+    bits: int
+    group_size: int | None
+    has_zeros: bool = False
+    shared: int | None = None
+    has_minima: bool = False
+    numbers: tuple[int, ...] | None = None
+
+
 FORMATS = {
-    "int8 at load": (8, None, False),
-    "int8 with -128": (8, 10**6, False),
-    "int8, groups and zeros": (8, 32, True),
-    "int4": (4, 32, False),
-    "int4, zeros": (4, 128, True),
-    "int4, one scale a row": (4, 10**6, True),
-    "int8, groups of 36": (8, 36, False),
-    "int4, groups of 300 and zeros": (4, 300, True),
+    "int8 at load": Form(8, None),
+    "int8 with -128": Form(8, 10**6),
+    "int8, groups and zeros": Form(8, 32, True),
+    "int4": Form(4, 32),
+    "int4, zeros": Form(4, 128, True),
+    "int4, one scale a row": Form(4, 10**6, True),
+    "int8, groups of 36": Form(8, 36),
+    "int4, groups of 300 and zeros": Form(4, 300, True),
+    "Q4_0": Form(4, 32, shared=1),
+    "Q8_0": Form(8, 32, shared=1),
+    "Q5_1": Form(6, 32, shared=1, has_minima=True),
+    "Q4_K": Form(4, 32, shared=8, has_minima=True, numbers=FROM_ZERO),
+    "Q2_K": Form(4, 16, shared=16, has_minima=True, numbers=FROM_ZERO),
+    "Q6_K": Form(6, 16, shared=16),
+    "Q6_K, cut": Form(6, 16, shared=3),
+    "IQ4_XS": Form(4, 32, shared=8, numbers=IQ4_NUMBERS),
 }
-"""bits, group_size (None: quantize_int8 makes the codes; more than a row has: the whole row), whether with zeros"""
 
 
 def draw_codes(shape: tuple[int, ...], name: str, generator: torch.Generator) -> Codes:
     """Draw a matrix [out, in] or experts [num_experts, out, in] in a format of `FORMATS`."""
-    bits, group_size, has_zeros = FORMATS[name]
+    bits, group_size, has_zeros, shared, has_minima, numbers = FORMATS[name]
     *outer, size = shape
     if group_size is None:
         return quantize_int8(torch.randn(shape, generator=generator))
     group_size = min(group_size, size)
     groups = (*outer, ceil_div(size, group_size))
-    smallest = 0 if bits == 4 else -128
+    smallest = 0 if bits == 4 else -(2 ** (bits - 1))
     codes = torch.randint(smallest, smallest + 2**bits, shape, generator=generator)
     codes.view(-1)[0] = smallest
     zeros = torch.randint(smallest, smallest + 2**bits + 1, groups, generator=generator).to(torch.int16)
+
+    def draw_scales() -> Scales:
+        if shared in (None, 1):
+            values = torch.rand(groups, generator=generator) / 2**bits
+            return Scales(values if shared is None else values.half())
+        count = next(n for n in range(shared, 0, -1) if groups[-1] % n == 0)
+        values = torch.rand(*outer, groups[-1] // count, generator=generator) / 2**bits / 64
+        return Scales(values.half(), torch.randint(-128, 128, groups, generator=generator).to(torch.int8))
+
     return Codes(
         bits,
         pack_int4(codes) if bits == 4 else codes.to(torch.int8),
-        Scales(torch.rand(groups, generator=generator) / 2**bits),
+        draw_scales(),
         zeros if has_zeros else None,
         group_size,
+        minima=draw_scales() if has_minima else None,
+        numbers=None if numbers is None else torch.tensor(numbers, dtype=torch.int8),
     )
 
 

@@ -8,12 +8,12 @@
 
 namespace {
 
-// Packs codes [out][in] (two of 4 bits in a byte, the first in the lower half) into packed [panels][chunks][CHUNK].
+// Packs codes [out][in] (two of 4 bits in a byte, the first in the lower half) into packed [panels][chunks][bytes].
 // Columns beyond `out` and inputs beyond `in` get the number 0. The rows are copied to a tile as wide as a cache line,
 // because they are often a power of two apart and would compete for the same few cache sets.
 template <class Q> void pack_codes(const uint8_t* codes, uint8_t* packed, int64_t out, int64_t in) {
     constexpr int64_t WIDTH = 64;
-    const Quantized m = {nullptr, nullptr, nullptr, in, out, in};
+    const Quantized m = {nullptr, {}, {}, nullptr, in, out, in, out};
     const int64_t chunks = m.chunks<Q>(), row_bytes = in * Q::BITS / 8, chunk_bytes = Q::INPUTS * Q::BITS / 8;
     share(m.panels(), quarter(m.panels()), [&](Span some) {
         uint8_t tile[PANEL][WIDTH];
@@ -24,10 +24,17 @@ template <class Q> void pack_codes(const uint8_t* codes, uint8_t* packed, int64_
                     std::memset(tile[c], Q::ZERO, WIDTH);
                     if (p * PANEL + c < out) std::memcpy(tile[c], codes + (p * PANEL + c) * row_bytes + start, count);
                 }
-                uint8_t* chunk = packed + (p * chunks + start / chunk_bytes) * CHUNK;
-                for (int64_t i = 0; i < count; i += chunk_bytes, chunk += CHUNK) Q::put(chunk, tile[0] + i, WIDTH);
+                uint8_t* chunk = packed + (p * chunks + start / chunk_bytes) * Q::BYTES;
+                for (int64_t i = 0; i < count; i += chunk_bytes, chunk += Q::BYTES) Q::put(chunk, tile[0] + i, WIDTH);
             }
     });
+}
+
+// Returns a product that is rounded before something is added to it, as torch rounds it.
+inline float round_product(float a, float b) {
+    float product = a * b;
+    asm("" : "+m"(product));
+    return product;
 }
 
 // Writes the weights of the rows `indices` to y[count][in], rounded to the format P.
@@ -38,11 +45,17 @@ template <class Q> void weight_rows(const Quantized& m, const int32_t* indices, 
         std::vector<typename P::element> line(m.in + LANES);
         for (int64_t r = some.begin; r < some.end; ++r) {
             const int64_t panel = indices[r] / PANEL, column = indices[r] % PANEL;
-            const uint8_t* chunk = m.codes + panel * m.chunks<Q>() * CHUNK;
-            for (int64_t i = 0; i < m.in; ++i) {
-                const int64_t at = (panel * m.groups() + i / m.group) * PANEL + column;
-                const float code = Q::code(chunk + i / Q::INPUTS * CHUNK, (int)column, (int)(i % Q::INPUTS));
-                weights[i] = (code - (m.zeros ? m.zeros[at] : 0)) * m.scales[at];
+            const uint8_t* chunk = m.codes + panel * m.chunks<Q>() * Q::BYTES;
+            for (int64_t start = 0; start < m.in; start += m.group) {
+                const int64_t row = panel * m.groups() + start / m.group, part = column / PART_LANES * PART_LANES;
+                const float scale = m.scales.at(row, part)[column - part];
+                const float minimum = m.minima.values ? m.minima.at(row, part)[column - part] : 0;
+                const float zero = m.zeros ? m.zeros[row * PANEL + column] : 0;
+                for (int64_t i = start; i < std::min(start + m.group, m.in); ++i) {
+                    const float code = Q::code(chunk + i / Q::INPUTS * Q::BYTES, (int)column, (int)(i % Q::INPUTS));
+                    const float scaled = round_product(code - zero, scale);
+                    weights[i] = m.minima.values ? scaled - minimum : scaled;
+                }
             }
             for (int64_t i = 0; i < m.in; i += LANES) P::narrow(&line[i], load<vf>(&weights[i]));
             std::memcpy((typename P::element*)y_ + r * m.in, line.data(), m.in * sizeof(line[0]));
@@ -50,14 +63,18 @@ template <class Q> void weight_rows(const Quantized& m, const int32_t* indices, 
     });
 }
 
-// The numbers of the formats: 8 bits without the code -128, which is slower; 8 bits with it; 4 bits.
-enum { INT8 = 0, WHOLE_INT8 = 1, INT4 = 2 };
+// The numbers of the formats: 8 bits without the code -128, which is slower; 8 bits with it; 6 bits; and 4 bits, by
+// each of the tables.
+enum { INT8 = 0, WHOLE_INT8 = 1, INT6 = 2, INT4 = 3, INT4_FROM_ZERO = 4, INT4_IQ = 5 };
 
 // Calls body(format) with a value of the format for left sides of P.
 template <class P, class Body> void with_format(int64_t number, Body body) {
     if (number == INT8) body(Int8<P, false>{});
     else if (number == WHOLE_INT8) body(Int8<P, true>{});
-    else body(Int4<P>{});
+    else if (number == INT6) body(std::conditional_t<KEEPS_SIX_BITS<P>, Int6<P>, Int8<P, false>>{});
+    else if (number == INT4) body(Int4<P, SIGNED>{});
+    else if (number == INT4_FROM_ZERO) body(Int4<P, FROM_ZERO>{});
+    else body(Int4<P, IQ4>{});
 }
 
 }  // namespace
@@ -69,15 +86,34 @@ extern "C" {
     EXPORT_CALL(name, with_format<T>(format, [&](auto chosen) { name<decltype(chosen)> arguments; }), __VA_ARGS__, \
                 int64_t format)
 
+#define MATRIX                                                                                                  \
+    {codes, {scales, factors, shared, halves != 0}, {minima, minimum_factors, shared, halves != 0}, zeros, in, out, \
+     group, row}
+#define TENSORS                                                                                                      \
+    const uint8_t *codes, const void *scales, const int8_t *factors, const void *minima, const int8_t *minimum_factors, \
+        const float *zeros
+#define SIZES int64_t in, int64_t out, int64_t group, int64_t shared, int64_t halves, int64_t row
+
 EXPORT_CODES(pack_codes, (codes, packed, out, in), const uint8_t* codes, uint8_t* packed, int64_t out, int64_t in)
-EXPORT_CODES(weight_rows, ({codes, scales, zeros, in, out, group}, indices, y, count),
-             const uint8_t* codes, const float* scales, const float* zeros, const int32_t* indices, void* y,
-             int64_t count, int64_t in, int64_t out, int64_t group)
-EXPORT_CODES(linear_codes, (x, {codes, scales, zeros, in, out, group}, bias, y, rows),
-             const void* x, const uint8_t* codes, const float* scales, const float* zeros, const void* bias, void* y,
-             int64_t rows, int64_t in, int64_t out, int64_t group)
-EXPORT_CODES(grouped_codes, (x, {codes, scales, zeros, in, out, group}, offsets, y, experts),
-             const void* x, const uint8_t* codes, const float* scales, const float* zeros, const int32_t* offsets,
-             void* y, int64_t experts, int64_t in, int64_t out, int64_t group)
+EXPORT_CODES(weight_rows, (MATRIX, indices, y, count), TENSORS, const int32_t* indices, void* y, int64_t count, SIZES)
+EXPORT_CODES(linear_codes, (x, MATRIX, bias, y, rows), const void* x, TENSORS, const void* bias, void* y, int64_t rows,
+             SIZES)
+EXPORT_CODES(grouped_codes, (x, MATRIX, offsets, y, experts), const void* x, TENSORS, const int32_t* offsets, void* y,
+             int64_t experts, SIZES)
+
+// Returns the bytes of a chunk of a format, and the inputs that it has.
+#define EXPORT_SIZE(name, member)                                                      \
+    int64_t name##_bfloat16(int64_t format) {                                          \
+        int64_t size = 0;                                                              \
+        with_format<BFloat16>(format, [&](auto chosen) { size = decltype(chosen)::member; }); \
+        return size;                                                                   \
+    }                                                                                  \
+    int64_t name##_float32(int64_t format) {                                           \
+        int64_t size = 0;                                                              \
+        with_format<Float>(format, [&](auto chosen) { size = decltype(chosen)::member; }); \
+        return size;                                                                   \
+    }
+EXPORT_SIZE(chunk_bytes, BYTES)
+EXPORT_SIZE(chunk_inputs, INPUTS)
 
 }

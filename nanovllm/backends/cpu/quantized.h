@@ -1,9 +1,26 @@
-// Products with quantised matrices: whole numbers of 8 or 4 bits, and the scales that make weights of them.
+// Products with quantised matrices: whole numbers of 8, 6 or 4 bits, and the scales and minima that make weights of
+// them.
 //
-// A packed matrix is [out / PANEL][chunks][CHUNK bytes]. A chunk holds the codes of some inputs for the columns of a
-// panel; the formats below say where each one lies. Scales and zeros are [out / PANEL][groups][PANEL]: a group is some
-// inputs in a row that share them. An element of a product is the sum over groups of
-//     scale (sum of x code - zero (sum of x)),
+// A matrix [out][in] is cut into panels of 32 outputs, the columns of a product. A panel is one stream of memory:
+//
+//     inputs          0 ..            INPUTS ..       2 INPUTS ..
+//     panel 0:     [ chunk 0      ][ chunk 1      ][ chunk 2      ] ...   outputs  0 to 31
+//     panel 1:     [ chunk 0      ][ chunk 1      ][ chunk 2      ] ...   outputs 32 to 63
+//     scales:      [ 32 numbers of group 0        ][ 32 of group 1 ...    and minima, zeros
+//
+//     a chunk of 8 bits:  2 inputs x 32 columns, in  64 bytes
+//     a chunk of 4 bits:  4 inputs x 32 columns, in  64 bytes, two codes in each
+//     a chunk of 6 bits:  8 inputs x 32 columns, in 192 bytes: three lines of 64 have a code in the lower six bits of
+//                         each byte, and the upper two bits of the three bytes at a place are the fourth code
+//
+// Words used here:
+//     code      what is stored of a weight                  number    the whole number that a code means
+//     group     inputs in a row that share a scale          step      the inputs that one multiply-add takes: one of
+//     left      the rows of x, the left side                          float32, or two of bfloat16 in a 32-bit lane
+//     right     numbers of a step, widened to x's type      register  PART_LANES columns of a panel
+//
+// An element of a product is the sum over groups of
+//     scale (sum of x number - zero (sum of x)) - minimum (sum of x),
 // where the inner sums add from the first input of the group to the last; by AMX, as amx.h says. No order depends on
 // how many rows are computed together. So each element has the same bits for one row as for many, and for any number of
 // threads.
@@ -20,7 +37,7 @@
 
 namespace {
 
-constexpr int CHUNK = 64, REGISTERS = 2 * PARTS;  // bytes of a chunk, and vector registers for a panel's columns
+constexpr int LINE = 64, REGISTERS = 2 * PARTS;  // bytes of a cache line, and registers for a panel's columns
 
 // How many inputs a step of a product takes: two where the processor multiplies pairs of bfloat16. P is Float or
 // BFloat16, the format of the left side.
@@ -49,32 +66,48 @@ constexpr uint16_t to_bfloat16(int number) {  // exact up to 256
     return (uint16_t)((number < 0) << 15 | exponent << 7 | ((magnitude << 7 >> (exponent - 127)) & 127));
 }
 
-// The lower and upper bytes of the bfloat16 numbers 0 to 63, and the bfloat16 and float32 numbers of 4 signed bits.
+// The lower and upper bytes of the bfloat16 numbers 0 to 63, and of those from -32 to 31 that 6 bits mean.
 struct Tables {
-    alignas(64) uint8_t low[64] = {}, high[64] = {};
-    alignas(32) uint8_t nibble_low[32] = {}, nibble_high[32] = {};  // of the bfloat16 numbers
-    alignas(64) uint16_t nibble_bfloat16[32] = {};
-    alignas(64) float nibble_floats[16] = {};
+    alignas(64) uint8_t low[64] = {}, high[64] = {}, six_low[64] = {}, six_high[64] = {};
     constexpr Tables() {
-        for (int i = 0; i < 64; ++i) low[i] = (uint8_t)to_bfloat16(i), high[i] = (uint8_t)(to_bfloat16(i) >> 8);
-        for (int i = 0; i < 32; ++i) {
-            const uint16_t number = to_bfloat16(((i & 15) ^ 8) - 8);
-            nibble_bfloat16[i] = number, nibble_low[i] = (uint8_t)number, nibble_high[i] = (uint8_t)(number >> 8);
+        for (int i = 0; i < 64; ++i) {
+            const uint16_t number = to_bfloat16(i), six = to_bfloat16((i ^ 32) - 32);
+            low[i] = (uint8_t)number, high[i] = (uint8_t)(number >> 8);
+            six_low[i] = (uint8_t)six, six_high[i] = (uint8_t)(six >> 8);
         }
-        for (int i = 0; i < 16; ++i) nibble_floats[i] = (float)((i ^ 8) - 8);
     }
 };
 constexpr Tables TABLES;
 
-// The formats say how a chunk stores codes. It has INPUTS inputs of the PANEL columns, which make STEPS steps. `place`
-// says where the code of a column and an input lies, counted in codes. `put` writes a chunk from rows of codes that are
+// The tables of what 4 bits mean: signed numbers, numbers from 0 on, and those of GGUF's IQ4.
+enum Nibbles { SIGNED, FROM_ZERO, IQ4 };
+struct NibbleTables {
+    int numbers[16] = {};
+    alignas(32) uint8_t low[32] = {}, high[32] = {};  // of the bfloat16 numbers
+    alignas(64) uint16_t bfloat16[32] = {};
+    alignas(64) float floats[16] = {};
+    constexpr NibbleTables(Nibbles nibbles) {
+        constexpr int OF_IQ4[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+        for (int i = 0; i < 16; ++i)
+            numbers[i] = nibbles == IQ4 ? OF_IQ4[i] : nibbles == FROM_ZERO ? i : (i ^ 8) - 8;
+        for (int i = 0; i < 32; ++i) {
+            bfloat16[i] = to_bfloat16(numbers[i & 15]);
+            low[i] = (uint8_t)bfloat16[i], high[i] = (uint8_t)(bfloat16[i] >> 8);
+        }
+        for (int i = 0; i < 16; ++i) floats[i] = (float)numbers[i];
+    }
+};
+template <Nibbles NIBBLES> constexpr NibbleTables NIBBLE_TABLES{NIBBLES};
+
+// The formats say how a chunk of BYTES bytes stores codes, which have BITS bits before they are packed. It has INPUTS
+// inputs of the PANEL columns, which make STEPS steps. Codes of ZERO stand where there are no inputs. `place` says where the code of a column and an input lies, counted in codes. `put` writes a chunk from rows of codes that are
 // `row` bytes apart, one for each column. `right` gives register v of the panel's columns for a step, in the way that
 // is fastest for so many ROWS; `numbers` the same for one input as whole numbers, and `code` a single code.
 
 // Bytes from -127 to 127; with WHOLE, -128 too.
 template <class P, bool WHOLE> struct Int8 {
     using left = P;
-    static constexpr int BITS = 8, ZERO = 0, INPUTS = CHUNK / PANEL, STEPS = INPUTS / PER_STEP<P>;
+    static constexpr int BITS = 8, BYTES = LINE, ZERO = 0, INPUTS = BYTES / PANEL, STEPS = INPUTS / PER_STEP<P>;
 #ifdef __AVX512VBMI__
     static constexpr bool LOOKED_UP = IN_PAIRS<P> && !WHOLE;  // the byte is a sign and the index of a table
 #else
@@ -115,7 +148,7 @@ template <class P, bool WHOLE> struct Int8 {
 #endif
 #ifdef __AVX512BF16__
         if constexpr (IN_PAIRS<P>) {
-            const uint8_t* half = chunk + v * CHUNK / 2;
+            const uint8_t* half = chunk + v * BYTES / 2;
             const __m512 first = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load<__m128i>(half)));
             const __m512 second = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load<__m128i>(half + 16)));
             return (rf)_mm512_cvtne2ps_pbh(second, first);
@@ -125,16 +158,60 @@ template <class P, bool WHOLE> struct Int8 {
     }
 };
 
-// Numbers from -8 to 7: the codes less 8. A 32-bit lane holds eight numbers of two columns, 16 apart. But with AVX2 a
+#ifdef __AVX512VBMI__
+// Numbers from -32 to 31 in six bits, for pairs of bfloat16. The codes of step 3 are in the upper two bits of the others'
+// bytes; the instruction that looks up 64 bytes leaves them out.
+template <class P> struct Int6 {
+    using left = P;
+    static constexpr int BITS = 8, BYTES = 3 * LINE, ZERO = 0, INPUTS = 8, STEPS = INPUTS / 2;
+    static constexpr int place(int column, int k) { return Int8<P, false>::place(column, k % 2); }  // in a line
+    static inline void put(uint8_t* chunk, const uint8_t* rows, int64_t row) {
+        for (int c = 0; c < PANEL; ++c)
+            for (int k = 0; k < 2; ++k) {
+                uint8_t* at = chunk + place(c, k);
+                const uint8_t *codes = rows + c * row + k, last = codes[6];
+                for (int line = 0; line < 3; ++line)
+                    at[line * LINE] = (uint8_t)((codes[2 * line] & 63) | (last >> 2 * line & 3) << 6);
+            }
+    }
+    static inline float code(const uint8_t* chunk, int column, int k) {
+        const uint8_t* at = chunk + place(column, k);
+        const int upper = at[0] >> 6 | at[LINE] >> 6 << 2 | at[2 * LINE] >> 6 << 4;
+        return (float)(((k / 2 < 3 ? at[k / 2 * LINE] & 63 : upper) ^ 32) - 32);
+    }
+    template <int ROWS = MAX_TILE_ROWS> static inline rf right(const uint8_t* chunk, int step, int v) {
+        __m512i codes;
+        if (step < 3) codes = load<__m512i>(chunk + step * LINE);
+        else {
+            const __m512i first = _mm512_srli_epi16(load<__m512i>(chunk), 6);
+            const __m512i second = _mm512_srli_epi16(load<__m512i>(chunk + LINE), 4);
+            const __m512i third = _mm512_srli_epi16(load<__m512i>(chunk + 2 * LINE), 2);
+            const __m512i two = _mm512_ternarylogic_epi32(_mm512_set1_epi8(3), first, second, 0xCA);  // bits of `first`
+            codes = _mm512_ternarylogic_epi32(_mm512_set1_epi8(15), two, third, 0xCA);  // where the mask has 1
+        }
+        const __m512i low = _mm512_permutexvar_epi8(codes, load<__m512i>(TABLES.six_low));
+        const __m512i high = _mm512_permutexvar_epi8(codes, load<__m512i>(TABLES.six_high));
+        return (rf)(v ? _mm512_unpackhi_epi8(low, high) : _mm512_unpacklo_epi8(low, high));
+    }
+};
+template <class P> constexpr bool KEEPS_SIX_BITS = IN_PAIRS<P>;
+#else
+template <class P> using Int6 = Int8<P, false>;
+template <class P> constexpr bool KEEPS_SIX_BITS = false;
+#endif
+
+// Numbers of four bits, by one of the tables. A 32-bit lane holds eight numbers of two columns, 16 apart. But with AVX2 a
 // byte holds two inputs of one column, and the lower or upper halves of 32 bytes are the columns of one step. For a
 // single row, two tables of 16 bytes make pairs of bfloat16 numbers of them. More rows use as much time for
 // multiplying as for converting, which then needs as few registers as possible.
 //
 // Zen 3 shuffles and shifts in two of its four pipes, and one of these two is needed for half of the multiply-adds: a
 // single row waits for it. Whole numbers are multiplied in other pipes. So there products take the place of shifts.
-template <class P> struct Int4 {
+template <class P, Nibbles NIBBLES> struct Int4 {
     using left = P;
-    static constexpr int BITS = 4, ZERO = 0x88, INPUTS = 2 * CHUNK / PANEL, STEPS = INPUTS / PER_STEP<P>;
+    static constexpr int BITS = 4, BYTES = LINE, INPUTS = 2 * BYTES / PANEL, STEPS = INPUTS / PER_STEP<P>;
+    static constexpr int FLIP = NIBBLES == SIGNED ? 8 : 0, ZERO = FLIP * 17;  // a stored code is the given one ^ FLIP
+    static constexpr const NibbleTables& TABLE = NIBBLE_TABLES<NIBBLES>;
 #if defined(__AVX2__) && !defined(__AVX512F__)
     static constexpr bool LOOKED_UP = true;
 #else
@@ -149,19 +226,27 @@ template <class P> struct Int4 {
         return column % LANES * 8 + half + column / LANES;
     }
     static inline void put(uint8_t* chunk, const uint8_t* rows, int64_t row) {
-        std::memset(chunk, 0, CHUNK);
+        std::memset(chunk, 0, BYTES);
         for (int c = 0; c < PANEL; ++c)
             for (int k = 0; k < INPUTS; ++k) {
-                const int number = (rows[c * row + k / 2] >> k % 2 * 4 & 15) ^ 8, at = place(c, k);
+                const int number = (rows[c * row + k / 2] >> k % 2 * 4 & 15) ^ FLIP, at = place(c, k);
                 chunk[at / 2] = (uint8_t)(chunk[at / 2] | number << at % 2 * 4);
             }
     }
     static inline float code(const uint8_t* chunk, int column, int k) {
         const int at = place(column, k);
-        return TABLES.nibble_floats[chunk[at / 2] >> at % 2 * 4 & 15];
+        return TABLE.floats[chunk[at / 2] >> at % 2 * 4 & 15];
     }
     static inline ri numbers(const uint8_t* chunk, int k, int v) {
-        return load<ri>(chunk + v % PARTS * REGISTER) << (28 - 4 * (2 * k + v / PARTS)) >> 28;
+        return numbers_of(load<ri>(chunk + v % PARTS * REGISTER) << (28 - 4 * (2 * k + v / PARTS)));
+    }
+    // Returns the numbers of the codes in the uppermost four bits of each lane.
+    static inline ri numbers_of(ri lanes) {
+        typedef uint32_t ru __attribute__((vector_size(REGISTER)));
+        if (NIBBLES == SIGNED) return lanes >> 28;
+        ri numbers = (ri)((ru)lanes >> 28);
+        for (int lane = 0; NIBBLES == IQ4 && lane < PART_LANES; ++lane) numbers[lane] = TABLE.numbers[numbers[lane]];
+        return numbers;
     }
 #if defined(__AVX2__) && !defined(__AVX512F__)
     // Returns words >> 4.
@@ -189,22 +274,22 @@ template <class P> struct Int4 {
         const int shift = 4 * (2 * step + v);
 #ifdef __AVX512BF16__
         if constexpr (IN_PAIRS<P>) {
-            typedef uint16_t words __attribute__((vector_size(CHUNK)));
+            typedef uint16_t words __attribute__((vector_size(BYTES)));
             const words index = load<words>(chunk) >> (uint16_t)shift;
-            return (rf)_mm512_permutexvar_epi16((__m512i)index, load<__m512i>(TABLES.nibble_bfloat16));
+            return (rf)_mm512_permutexvar_epi16((__m512i)index, load<__m512i>(TABLE.bfloat16));
         }
 #endif
         const __m512i index = (__m512i)(load<ri>(chunk) >> shift);
-        return (rf)_mm512_permutexvar_ps(index, load<__m512>(TABLES.nibble_floats));
+        return (rf)_mm512_permutexvar_ps(index, load<__m512>(TABLE.floats));
 #elif defined(__AVX2__)
         const __m256i codes = load<__m256i>(chunk + step / 2 * PANEL);
-        if (ROWS > 1) {
+        if (ROWS > 1 && NIBBLES != IQ4) {
             const ri two = (ri)(v / 2 ? _mm256_unpackhi_epi16(codes, codes) : _mm256_unpacklo_epi16(codes, codes));
-            return __builtin_convertvector(two << (12 - 8 * (v % 2) - 4 * (step % 2)) >> 28, rf);
+            return __builtin_convertvector(numbers_of(two << (12 - 8 * (v % 2) - 4 * (step % 2))), rf);
         }
         const __m256i numbers = _mm256_and_si256(step % 2 ? shift_words(codes) : codes, _mm256_set1_epi8(15));
-        const __m256i low = _mm256_shuffle_epi8(load<__m256i>(TABLES.nibble_low), numbers);
-        const __m256i high = _mm256_shuffle_epi8(load<__m256i>(TABLES.nibble_high), numbers);
+        const __m256i low = _mm256_shuffle_epi8(load<__m256i>(TABLE.low), numbers);
+        const __m256i high = _mm256_shuffle_epi8(load<__m256i>(TABLE.high), numbers);
         const ri two = (ri)(v / 2 ? _mm256_unpackhi_epi8(low, high) : _mm256_unpacklo_epi8(low, high));
         return (rf)(v % 2 ? two & ~0xffff : shift_numbers(two));
 #else
@@ -213,22 +298,69 @@ template <class P> struct Int4 {
     }
 };
 
-// Describes a packed matrix. `zeros` may be null. `group` is the number of inputs that share a scale.
-struct Quantized {
-    const uint8_t* codes;
-    const float *scales, *zeros;
-    int64_t in, out, group;
-    int64_t panels() const { return (out + PANEL - 1) / PANEL; }
-    int64_t groups() const { return (in + group - 1) / group; }
-    template <class Q> int64_t chunks() const { return (in + Q::INPUTS - 1) / Q::INPUTS; }
+// Returns a register of float16 numbers as float32.
+ALWAYS_INLINE rf widen_halves(const uint16_t* at) {
+#if defined(__AVX512F__)
+    return (rf)_mm512_cvtph_ps(load<__m256i>(at));
+#elif defined(__F16C__)
+    return (rf)_mm256_cvtph_ps(load<__m128i>(at));
+#else
+    typedef uint16_t halves __attribute__((vector_size(REGISTER / 2)));
+    const ri bits = __builtin_convertvector(load<halves>(at), ri), magnitude = bits & 0x7fff;
+    const rf value = (rf)(magnitude << 13) * 0x1p112f;  // exact for the smallest numbers, too
+    return (rf)((ri)value | (bits & 0x8000) << 16 | ((magnitude >= 0x7c00) & 0x7f800000));
+#endif
+}
+
+// A number for each group and column: floats [panels][groups / shared][PANEL], each of so many neighbouring groups. If
+// there are factors [panels][groups][PANEL], it is the float times the factor. `values` may be null: then all are 0.
+struct Scales {
+    const void* values;
+    const int8_t* factors;
+    int64_t shared;
+    bool are_halves;
+    // Returns the numbers of a register that begins with `column`. `row` counts the groups of all panels.
+    ALWAYS_INLINE rf at(int64_t row, int64_t column) const {
+        const int64_t place = (shared == 1 ? row : row / shared) * PANEL + column;
+        const rf value = are_halves ? widen_halves((const uint16_t*)values + place)
+                                    : load<rf>((const float*)values + place);
+        if (!factors) return value;
+        return value * __builtin_convertvector(widen_bytes(factors + row * PANEL + column), rf);
+    }
+    // Moves on by so many groups of a panel.
+    void skip(int64_t rows) {
+        if (values) values = (const uint8_t*)values + rows / shared * PANEL * (are_halves ? 2 : 4);
+        if (factors) factors += rows * PANEL;
+    }
 };
 
-constexpr int64_t AHEAD = 256;  // chunks: how far ahead of its reads a product prefetches
+// Describes a packed matrix. `zeros` may be null. `group` is the number of inputs that share a scale. The rows of a
+// product with it are `row` elements apart.
+struct Quantized {
+    const uint8_t* codes;
+    Scales scales, minima;
+    const float* zeros;
+    int64_t in, out, group, row;
+    int64_t panels() const { return (out + PANEL - 1) / PANEL; }
+    int64_t groups() const { return (in + group - 1) / group; }
+    bool needs_sums() const { return zeros || minima.values; }
+    template <class Q> int64_t chunks() const { return (in + Q::INPUTS - 1) / Q::INPUTS; }
+    // Moves on by so many matrices of this size.
+    template <class Q> void skip(int64_t count) {
+        const int64_t rows = count * panels() * groups();
+        codes += count * panels() * chunks<Q>() * Q::BYTES;
+        scales.skip(rows);
+        minima.skip(rows);
+        if (zeros) zeros += rows * PANEL;
+    }
+};
+
+constexpr int64_t AHEAD = 256 * LINE;  // bytes: how far ahead of its reads a product prefetches
 
 // Where a tile prefetches while it reads a chunk: from `at`, which moves on by `chunk` bytes each time.
 struct Ahead {
     const uint8_t* at;
-    int64_t chunk = CHUNK;
+    int64_t chunk;
 };
 
 // Computes c[ROWS][16 VECTORS] = (or, with `add`, +=) a x the codes of some columns: all of one or two panels that are
@@ -246,14 +378,15 @@ inline void code_tile(const typename Q::left::left* a, const uint8_t* b, int64_t
     for (int j = 0; j < SUMS; ++j) acc[j] = add ? load<rf>(c + j / WIDTH * LDC + j % WIDTH * PART_LANES) : rf{};
     for (int64_t i = 0; i < chunks; ++i) {
         for (int p = 0; FROM == 0 && p < VECTORS; p += 2)
-            __builtin_prefetch(ahead.at + i * ahead.chunk + p / 2 * panel, 0, 2);
+            for (int byte = 0; byte < Q::BYTES; byte += LINE)
+                __builtin_prefetch(ahead.at + i * ahead.chunk + p / 2 * panel + byte, 0, 2);
 #pragma GCC unroll 24
         for (int step = 0; step < Q::STEPS; ++step) {
             rf right[WIDTH];
 #pragma GCC unroll 24
             for (int v = 0; v < WIDTH; ++v) {
                 const int at = FROM + v;
-                right[v] = Q::template right<ROWS>(b + i * CHUNK + at / REGISTERS * panel, step, at % REGISTERS);
+                right[v] = Q::template right<ROWS>(b + i * Q::BYTES + at / REGISTERS * panel, step, at % REGISTERS);
                 if (KEEP) store(kept + (i * Q::STEPS + step) * PANEL + at * PART_LANES, right[v]);
             }
 #pragma GCC unroll 24
@@ -305,10 +438,10 @@ inline void amx_code_tiles(int64_t rows, Left left, const uint8_t* b, int64_t ch
     const auto widen = [&](int64_t unit, int64_t end) {
         uint32_t* to = kept + unit % num_kept * PANEL;
         for (int64_t i = unit / Q::STEPS; i * Q::STEPS < end; ++i) {
-            __builtin_prefetch(ahead + i * CHUNK, 0, 2);
+            for (int byte = 0; byte < Q::BYTES; byte += LINE) __builtin_prefetch(ahead + i * Q::BYTES + byte, 0, 2);
 #pragma GCC unroll 24
             for (int step = 0; step < Q::STEPS; ++step)
-                for (int v = 0; v < REGISTERS; ++v, to += LANES) store(to, Q::right(b + i * CHUNK, step, v));
+                for (int v = 0; v < REGISTERS; ++v, to += LANES) store(to, Q::right(b + i * Q::BYTES, step, v));
         }
     };
     amx_block_of(rows, 2, left, LEFT_ROW, right, PANEL, LANES, k, c, PANEL, add, widen);
@@ -331,11 +464,11 @@ inline void code_tiles(int64_t rows, int64_t panels, const typename Q::left::lef
             return amx_code_tiles<Q>(rows, [=](int64_t i) { return a + i; }, b, chunks, c, add, ahead);
 #endif
     if (rows <= MOST_CODE_ROWS)
-        return code_tile_of<Q, false>(rows, panels, a, b, panel, chunks, c, add, {ahead});
+        return code_tile_of<Q, false>(rows, panels, a, b, panel, chunks, c, add, {ahead, Q::BYTES});
     alignas(64) float kept[DEPTH * PANEL];
     const int64_t widened = first_code_rows(rows), others = rows - widened, steps = chunks * Q::STEPS;
     const int64_t pieces = 1 + (others + MAX_TILE_ROWS - 1) / MAX_TILE_ROWS;
-    const int64_t ahead_row = (CHUNK / 4 / Q::STEPS + pieces - 1) / pieces;
+    const int64_t ahead_row = (Q::BYTES / 4 / Q::STEPS + pieces - 1) / pieces;
     code_tile_of<Q, true>(widened, 1, a, b, panel, chunks, c, add, {ahead, 4 * Q::STEPS * ahead_row}, kept);
     Columns wide = {(const uint32_t*)kept, PANEL, LANES, (const uint32_t*)ahead, ahead_row};
     row_pieces(others, MAX_TILE_ROWS, [&](int64_t first, int64_t count) {
@@ -350,19 +483,23 @@ template <class Q>
 inline void add_group(const Quantized& m, int64_t group, int64_t panel, int64_t panels, int64_t rows, const float* sums,
                       const float* input_sums, float* totals) {
     const int64_t groups = m.groups(), width = panels * PANEL;
-    for (int64_t v = 0; v < width; v += LANES) {
-        const int64_t at = ((panel + v / PANEL) * groups + group) * PANEL + v % PANEL;
-        const vf scale = load<vf>(m.scales + at), zero = m.zeros ? load<vf>(m.zeros + at) : vf{};
+    for (int64_t v = 0; v < width; v += PART_LANES) {
+        const int64_t row = (panel + v / PANEL) * groups + group, column = v % PANEL;
+        const rf scale = m.scales.at(row, column), zero = m.zeros ? load<rf>(m.zeros + row * PANEL + column) : rf{};
+        const rf minimum = m.minima.values ? m.minima.at(row, column) : rf{};
         for (int64_t r = 0; r < rows; ++r) {
-            vf sum = load<vf>(sums + r * width + v);
+            float* to = totals + r * width + v;
+            rf sum = load<rf>(sums + r * width + v);
             if (m.zeros) sum -= zero * input_sums[r * groups + group];
-            store(totals + r * width + v, (group ? load<vf>(totals + r * width + v) : vf{}) + sum * scale);
+            rf total = (group ? load<rf>(to) : rf{}) + sum * scale;
+            if (m.minima.values) total -= minimum * input_sums[r * groups + group];
+            store(to, total);
         }
     }
 }
 
 // Computes y[rows][columns] = x times `panels` panels from `panel` on, + bias unless that is null. x is in the blocks
-// that put_left makes. input_sums [rows][groups] are the sums of x, if the matrix has zeros.
+// that put_left makes. input_sums [rows][groups] are the sums of x, if the matrix has zeros or minima.
 template <class Q>
 inline void multiply_codes(const typename Q::left::left* x, const float* input_sums, int64_t rows, const Quantized& m,
                            int64_t panel, int64_t panels, const typename Q::left::element* bias,
@@ -373,12 +510,12 @@ inline void multiply_codes(const typename Q::left::left* x, const float* input_s
     alignas(64) float sums[MOST_ROWS * PANEL], several[MOST_ROWS * PANEL];
     float* totals = m.group < m.in ? several : sums;  // a single group's sums become the totals where they are
     const int64_t chunks = m.chunks<Q>(), width = panels * PANEL, group = std::max<int64_t>(m.group / Q::INPUTS, 1);
-    const uint8_t* first = m.codes + panel * chunks * CHUNK;
+    const uint8_t* first = m.codes + panel * chunks * Q::BYTES;
     int64_t i = 0;
 #ifdef WITH_AMX
     if constexpr (IN_PAIRS<P>)
         if (uses_amx<P>() && rows <= AMX_BLOCK_ROWS && m.group >= m.in) {
-            amx_code_tiles<Q>(rows, left_units(x, rows), first, chunks, sums, false, first + AHEAD * CHUNK);
+            amx_code_tiles<Q>(rows, left_units(x, rows), first, chunks, sums, false, first + AHEAD);
             add_group<Q>(m, 0, panel, 1, rows, sums, input_sums, totals);
             i = chunks;
         }
@@ -389,18 +526,18 @@ inline void multiply_codes(const typename Q::left::left* x, const float* input_s
         end = std::min({chunks, group_end, (i / part + 1) * part});
         const auto* left = x + i / DEEP * rows * LEFT_ROW + i % DEEP * Q::STEPS;
         // Beyond the end of these panels come the first chunks of the next ones.
-        const int64_t ahead = i + AHEAD < chunks ? i + AHEAD : i + AHEAD + (panels - 1) * chunks;
-        const uint8_t *at = first + i * CHUNK, *fetched = first + ahead * CHUNK;
-        code_tiles<Q>(rows, panels, left, at, chunks * CHUNK, end - i, sums, add, fetched);
+        const int64_t bytes = chunks * Q::BYTES, next = i * Q::BYTES + AHEAD;
+        const uint8_t *at = first + i * Q::BYTES, *fetched = first + next + (next < bytes ? 0 : (panels - 1) * bytes);
+        code_tiles<Q>(rows, panels, left, at, bytes, end - i, sums, add, fetched);
         if (end == group_end || end == chunks) add_group<Q>(m, g, panel, panels, rows, sums, input_sums, totals);
     }
     float offsets[2 * PANEL] = {};
     if (bias) std::transform(bias, bias + columns, offsets, P::to_float);
-    const bool is_past = goes_past_caches(y, m.out, columns, rows);
+    const bool is_past = goes_past_caches(y, m.row, columns, rows);
     for (int64_t r = 0; r < rows; ++r) {
         float* of_row = totals + r * width;
         for (int64_t v = 0; v < width; v += LANES) store(of_row + v, load<vf>(of_row + v) + load<vf>(offsets + v));
-        write_row<P>(of_row, y + r * m.out, columns, is_past);
+        write_row<P>(of_row, y + r * m.row, columns, is_past);
     }
 }
 
@@ -440,17 +577,17 @@ void multiply_code_panels(const typename Q::left::element* x, const Quantized& m
         if (panels.is_first) {
             put_left<P>(x + first * m.in, count, m.in, rows_left);
             input_sums.resize(std::max<size_t>(input_sums.size(), count * m.groups()));
-            if (m.zeros) sum_groups<P>(x + first * m.in, count, m, input_sums.data());
+            if (m.needs_sums()) sum_groups<P>(x + first * m.in, count, m, input_sums.data());
         }
         for (int64_t p = panels.begin; p < panels.end; p += together) {
             const int64_t n = std::min(together, panels.end - p), column = p * PANEL;
             multiply_codes<Q>(rows_left, input_sums.data(), count, m, p, n, bias ? bias + column : nullptr,
-                              y + first * m.out + column, std::min(n * PANEL, m.out - column));
+                              y + first * m.row + column, std::min(n * PANEL, m.out - column));
         }
     });
 }
 
-// Computes y[rows][out] = x[rows][in] W^T + bias. Each thread owns some panels of W. See `linear` for the rows.
+// Computes y[rows][out] = x[rows][in] W^T + bias; rows of y are m.row elements apart. Each thread owns some panels of W. See `linear` for the rows.
 template <class Q>
 void linear_codes(const void* x, const Quantized& m, const void* bias, void* y, int64_t rows) {
     using E = typename Q::left::element;
@@ -458,7 +595,7 @@ void linear_codes(const void* x, const Quantized& m, const void* bias, void* y, 
     row_pieces(rows, rows_together<typename Q::left>(m.chunks<Q>() * Q::STEPS), [&](int64_t first, int64_t count) {
         const int64_t piece = count * m.in * m.out > LEAST_SHARED ? (quarter(panels) + 1) / 2 * 2 : panels;
         share(panels, piece, [&](Span some) {
-            multiply_code_panels<Q>((const E*)x + first * m.in, m, (const E*)bias, (E*)y + first * m.out, count, some);
+            multiply_code_panels<Q>((const E*)x + first * m.in, m, (const E*)bias, (E*)y + first * m.row, count, some);
         });
     });
 }
@@ -468,7 +605,7 @@ void linear_codes(const void* x, const Quantized& m, const void* bias, void* y, 
 template <class Q>
 void grouped_codes(const void* x, const Quantized& m, const int32_t* offsets, void* y, int64_t experts) {
     using E = typename Q::left::element;
-    const int64_t panels = m.panels(), scales = panels * m.groups() * PANEL;
+    const int64_t panels = m.panels();
     std::vector<int32_t> touched;
     for (int32_t e = 0; e < experts; ++e)
         if (offsets[e] < offsets[e + 1]) touched.push_back(e);
@@ -478,10 +615,8 @@ void grouped_codes(const void* x, const Quantized& m, const int32_t* offsets, vo
             const int64_t expert = touched[i / panels], p = i % panels, first = offsets[expert];
             n = std::min(panels - p, some.end - i);
             Quantized matrix = m;
-            matrix.codes += expert * panels * m.chunks<Q>() * CHUNK;
-            matrix.scales += expert * scales;
-            if (m.zeros) matrix.zeros += expert * scales;
-            multiply_code_panels<Q>((const E*)x + first * m.in, matrix, nullptr, (E*)y + first * m.out,
+            matrix.skip<Q>(expert);
+            multiply_code_panels<Q>((const E*)x + first * m.in, matrix, nullptr, (E*)y + first * m.row,
                                     offsets[expert + 1] - first, {p, p + n, true});
         }
     });

@@ -11,7 +11,7 @@ from nanovllm.backends.cpu.backend import CpuBackend, NativeMatrix, gather_rows,
 from nanovllm.backends.cpu.huge_pages import huge_pages, return_freed_memory
 from nanovllm.backends.cpu.library import PANEL, KernelLibrary, cpu_library, open_library, read_constant
 from nanovllm.backends.cpu.scratch import Scratch
-from nanovllm.features.quantized.codes import Codes, InputScales
+from nanovllm.features.quantized.codes import FROM_ZERO, IQ4_NUMBERS, Codes, InputScales
 from nanovllm.features.quantized.formats import Format
 from nanovllm.features.quantized.torch_matrix import MatrixOperators
 from nanovllm.utils.integers import ceil_div
@@ -21,17 +21,24 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-CHUNK_BYTES = read_constant("CHUNK", "quantized.h")
-"""Bytes of a panel's codes that belong together."""
+INT8, WHOLE_INT8, INT6, INT4, INT4_FROM_ZERO, INT4_IQ = (
+    read_constant(name, "quantized.cpp") for name in ("INT8", "WHOLE_INT8", "INT6", "INT4", "INT4_FROM_ZERO", "INT4_IQ")
+)
+"""The formats: 8 bits without the code -128, which is slower; 8 bits with it; 6 bits; and 4 bits, by three tables."""
 
-INT8_CODES, WHOLE_CODES, INT4_CODES = (read_constant(name, "quantized.cpp") for name in ("INT8", "WHOLE_INT8", "INT4"))
-"""The formats: 8 bits without the code -128, which is slower; 8 bits with it; 4 bits."""
+TABLES = {None: INT4, FROM_ZERO: INT4_FROM_ZERO, IQ4_NUMBERS: INT4_IQ}
+"""{what 4 bits mean: the format}. See `Codes.numbers`."""
 
 
 class QuantizedLibrary(KernelLibrary):
     """The kernels of quantised matrices."""
 
     source = "quantized.cpp"
+
+    def measure_chunk(self, form: int, dtype: torch.dtype) -> tuple[int, int]:
+        """Return the bytes of a chunk of a format, for left sides of a type, and the inputs that it has."""
+        end = "bfloat16" if dtype == torch.bfloat16 else "float32"
+        return self.library[f"chunk_bytes_{end}"](form), self.library[f"chunk_inputs_{end}"](form)
 
 
 @functools.cache
@@ -122,16 +129,12 @@ def lay_codes(codes: Codes, dtype: torch.dtype) -> Laid:
     library = quantized_library()
     in_features = codes.in_features
     out_features = codes.out_features
-    inputs = CHUNK_BYTES * codes.codes_per_byte // PANEL  # of a chunk
+    form = choose_form(codes)
+    chunk_bytes, inputs = library.measure_chunk(form, dtype)
     group = codes.group_size
-    if codes.minima is not None or codes.numbers is not None:
-        raise ValueError('the CPU kernels do not take GGUF\'s blocks yet: use attention_backend="torch"')
     if group < in_features and group % inputs:
         raise ValueError(f"the CPU kernels take groups of a multiple of {inputs} inputs, not {group}")
-    form = INT4_CODES
-    if codes.bits > 4:
-        form = WHOLE_CODES if codes.codes.numel() and codes.codes.min() == -128 else INT8_CODES
-    size = ceil_div(out_features, PANEL) * ceil_div(in_features, inputs) * CHUNK_BYTES
+    size = ceil_div(out_features, PANEL) * ceil_div(in_features, inputs) * chunk_bytes
     matrices = codes.codes.reshape(-1, *codes.codes.shape[-2:]).contiguous()
     packed = huge_pages.empty(len(matrices) * size).view(len(matrices), size)
     for matrix, target in zip(matrices, packed, strict=True):
@@ -139,10 +142,28 @@ def lay_codes(codes: Codes, dtype: torch.dtype) -> Laid:
     zeros = None
     if codes.zeros is not None:
         zeros = _by_panel(codes.zeros.float() - (8 if codes.bits == 4 else 0))
-    tensors = (packed, _by_panel(codes.scales.float32()), zeros)
+    scales = codes.scales.map(_by_panel)
+    minima = (None, None)
+    if codes.minima is not None:
+        laid = codes.minima.map(_by_panel)
+        minima = (laid.values, laid.factors)
+    tensors = (packed, scales.values, scales.factors, *minima, zeros)
     return_freed_memory()
-    sizes = (in_features, out_features, min(group, in_features), form)
-    return Laid(library, "linear_codes", "grouped_codes", "weight_rows", tensors, sizes)
+    halves = scales.values.dtype == torch.float16
+    sizes = (in_features, out_features, min(group, in_features), codes.scales.groups_per_value, halves, out_features)
+    return Laid(library, "linear_codes", "grouped_codes", "weight_rows", tensors, (*sizes, form))
+
+
+def choose_form(codes: Codes) -> int:
+    """Return the number of the format that the kernels have for codes. ValueError if there is none."""
+    if codes.bits == 4:
+        table = None if codes.numbers is None else tuple(codes.numbers.tolist())
+        if table not in TABLES:
+            raise ValueError(f"the CPU kernels have no table of the numbers {table}")
+        return TABLES[table]
+    if codes.bits == 6 and codes.zeros is None:
+        return INT6
+    return WHOLE_INT8 if codes.codes.numel() and codes.codes.min() == -128 else INT8
 
 
 def _by_panel(values: Tensor) -> Tensor:

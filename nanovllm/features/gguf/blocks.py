@@ -9,13 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nanovllm.features.quantized.codes import Codes, Scales, pack_int4
-
-IQ4_NUMBERS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-"""The numbers that the codes of IQ4_NL and IQ4_XS mean."""
-
-FROM_ZERO = tuple(range(16))
-"""The numbers that codes mean whose least number is 0."""
+from nanovllm.features.quantized.codes import FROM_ZERO, IQ4_NUMBERS, Codes, Scales, pack_int4
 
 
 class Blocks(NamedTuple):

@@ -17,6 +17,13 @@ SMALLEST_GROUP = 16
 """Columns of the smallest group that a rank's share of a matrix may have."""
 
 
+FROM_ZERO = tuple(range(16))
+"""The numbers that codes of 4 bits mean whose least number is 0."""
+
+IQ4_NUMBERS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+"""The numbers that the codes of GGUF's IQ4_NL and IQ4_XS mean."""
+
+
 class InputScales(Enum):
     """Which inputs of a product share a scale, where they are rounded while it runs: see dynamic.py."""
 
