@@ -23,7 +23,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "distributed_backend": ("auto", "nccl", "gloo"),
     "load_format": ("auto", "dummy"),
     "model_impl": ("auto", "nanovllm", "transformers"),
-    "quantization": ("int8", "int8-dynamic", "w8a8", "awq", "gptq", "compressed-tensors", "fp8", "mxfp4"),
+    "quantization": ("int8", "int8-dynamic", "w8a8", "awq", "gptq", "compressed-tensors", "fp8", "mxfp4", "gguf"),
     "logprobs_mode": ("raw_logprobs", "processed_logprobs"),
     "order": ("auto", "given"),
     "reasoning_parser": ("qwen3", "deepseek_r1"),
@@ -161,7 +161,7 @@ class EngineConfig:
         "int8 quantises the weights while they are read, with a scale for each row. int8-dynamic also rounds what they "
         "are multiplied by, with a scale for 128 inputs: on CPUs, faster for batches and prompts where they multiply "
         "bytes. w8a8 rounds it with one scale for each token: on GPUs, and not measured. awq, gptq, "
-        "compressed-tensors, fp8 and mxfp4 are formats of checkpoints that are quantised already; None takes the "
+        "compressed-tensors, fp8, mxfp4 and gguf are formats of checkpoints that are quantised already; None takes the "
         "checkpoint's own",
     )
     overlap: bool = _pace(True, "on a GPU, plan the next step while the device computes this one")

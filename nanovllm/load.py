@@ -21,7 +21,7 @@ from nanovllm.engine.scheduler import Scheduler
 from nanovllm.models.decoder import find_decoder
 from nanovllm.models.generation_keys import check_generation_keys
 from nanovllm.models.headers import fit_to_checkpoint
-from nanovllm.models.hub import find_folder, find_model
+from nanovllm.models.hub import find_folder, find_model, is_gguf
 from nanovllm.models.layers.parallel import Parallel
 from nanovllm.models.model_config import find_family, find_refusal, load_model_config
 from nanovllm.models.model_folder import ModelFolder
@@ -178,6 +178,11 @@ def find_config(model: str, revision: str | None, load_format: str) -> tuple[Mod
     Raises:
         ValueError: there is no such model.
     """
+    if is_gguf(model):
+        from nanovllm.features.gguf.files import find_gguf
+
+        found = find_gguf(model, revision)
+        return found, found.source, found.config
     if "/" not in model and (load_format == "dummy" or find_folder(model) is None):
         from nanovllm.features.shapes import find_shape
 

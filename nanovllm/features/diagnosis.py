@@ -14,7 +14,7 @@ from subprocess import CalledProcessError
 
 from nanovllm.features.shapes import PRESETS
 from nanovllm.models.headers import Headers
-from nanovllm.models.hub import BOX, QUANTIZATION_CONFIGS, ModelNotFoundError, as_path
+from nanovllm.models.hub import BOX, QUANTIZATION_CONFIGS, ModelNotFoundError, as_path, is_gguf
 from nanovllm.models.model_folder import SETTINGS_FILE, SHARD, ModelFolder
 from nanovllm.models.weight_names import name_some
 from nanovllm.utils.checks import quote
@@ -56,14 +56,12 @@ def _first_line(error: Exception) -> str:
 def advise_on_model(error: ValueError, model: str) -> str:
     """Return advice about the model's files, or its name, if the error is about that; else ""."""
     path = as_path(model)
-    if model.lower().endswith(".gguf"):
-        return ADVICE_ON_GGUF
     if isinstance(error, ModelNotFoundError):
         cause = error.__cause__
-        return advise_on_name(model, path) if cause is None else advise_on_hub(cause, model)
+        return advise_on_name(model, path) if cause is None else advise_on_hub(cause, model.partition(":")[0])
+    if is_gguf(model):
+        return f"{path.name} {ADVICE_ON_POINTERS}" if path.is_file() and is_lfs_pointer(path) else ""
     downloaded = re.search(r"\S*/snapshots/[0-9a-f]{40}", str(error))
-    if downloaded and "gguf" in model.lower():
-        return ADVICE_ON_GGUF
     folder = Path(downloaded[0]) if downloaded else path
     if path.is_file():
         return f"name the folder, {path.absolute().parent}"
@@ -72,19 +70,16 @@ def advise_on_model(error: ValueError, model: str) -> str:
 
 # ---- folders
 
-ADVICE_ON_GGUF = (
-    "GGUF is the format of llama.cpp, and this engine reads safetensors; use the model that the GGUF file was made of: "
-    "its name on the hub is usually the same without -GGUF"
+ADVICE_ON_POINTERS = (
+    "is a git-lfs pointer: a note in place of a large file; run `git lfs install` and then `git lfs pull` in its "
+    "folder, or download the model with `hf download`"
 )
 
 
 def advise_on_folder(folder: Path, error: ValueError) -> str:
     """Return what is wrong with a model's folder, and how to mend it; "" if nothing is found."""
     if pointers := [path.name for path in _list_files(folder) if is_lfs_pointer(path)]:
-        return (
-            f"{name_some(pointers)} in {folder} is a git-lfs pointer: a note in place of a large file; run "
-            f"`git lfs install` and then `git lfs pull` in that folder, or download the model with `hf download`"
-        )
+        return f"{name_some(pointers)} in {folder} {ADVICE_ON_POINTERS}"
     names = {path.name for path in _list_files(folder)}
     weights = {name for name in names if name.endswith(".safetensors")}
     if "adapter_config.json" in names and not weights - {"adapter_model.safetensors"}:
@@ -97,8 +92,6 @@ def advise_on_folder(folder: Path, error: ValueError) -> str:
     if not weights or "config.json" not in names:
         if unfinished := find_unfinished(folder):
             return f"the download of {folder} is incomplete: there is {name_some(unfinished)}{again}"
-        if any(name.endswith(".gguf") for name in names):
-            return ADVICE_ON_GGUF
         if inner := sorted(path.parent for path in folder.glob("*/config.json")):
             return f"did you mean {name_some([str(path) for path in inner])}?"
     return advise_on_tensors(folder) if any(words in str(error) for words in OTHER_TENSORS) else ""

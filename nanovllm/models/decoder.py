@@ -51,6 +51,8 @@ def make_rotary_table(config: "PretrainedConfig", num_positions: int) -> Tensor:
             exponents = torch.arange(0, dim, 2, dtype=torch.float32) / dim
             frequencies = 1.0 / rope["rope_theta"] ** exponents
             scaling = 1.0
+            if "divisors" in rope:  # as GGUF files have the scaling of Llama 3
+                frequencies /= torch.tensor(rope["divisors"])
         else:
             frequencies, scaling = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, torch.device("cpu"))
         table = torch.zeros(num_positions, config.head_dim)

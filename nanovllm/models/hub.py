@@ -41,6 +41,20 @@ def find_model(model: str, revision: str | None = None) -> Path:
     return folder or download(model, PATTERNS, revision)
 
 
+def is_gguf(model: str) -> bool:
+    """Return whether a model is in GGUF: a file, a folder that has no safetensors beside one, or a hub id that says so.
+
+    Such ids have "gguf" in their name, or the quantisation behind a colon.
+    """
+    path = as_path(model)
+    if path.is_file():
+        with path.open("rb") as file:
+            return path.suffix.lower() == ".gguf" or file.read(4) == b"GGUF"
+    if path.is_dir():
+        return any(path.glob("*.gguf")) and not any(path.glob("*.safetensors"))
+    return "gguf" in model.lower() or re.fullmatch(r"[\w-][\w.-]*/[\w.-]+:[\w.-]+", model) is not None
+
+
 def find_folder(model: str) -> Path | None:
     """Return the folder of the model in the package, or a local folder; None if there is no such folder."""
     path = Path(__file__).parent.parent / "assets" / BOX if model == BOX else as_path(model)

@@ -126,7 +126,7 @@ class ModelFolder:
             raise ValueError(f"{self} lacks {len(missing)} of {len(names)} shards: {', '.join(missing[:5])}")
         files = [self.path / name for name in sorted(names or find_shards(self.path))]
         if not files:
-            others = [p.name for pattern in ("*.bin", "*.pt", "*.gguf") for p in self.path.glob(pattern)]
+            others = [p.name for pattern in ("*.bin", "*.pt") for p in self.path.glob(pattern)]
             instead = f" (only {', '.join(sorted(others)[:3])}: convert it to safetensors)" if others else ""
             raise ValueError(f"{self} has no safetensors files{instead}")
         for path in files:

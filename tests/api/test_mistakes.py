@@ -47,32 +47,6 @@ def shards(tmp_path: Path) -> Path:
 # ---- other formats
 
 
-def test_a_gguf_file_is_called_one(tmp_path: Path) -> None:
-    file = tmp_path / "qwen3-0.6b-q4.gguf"
-    file.write_bytes(b"GGUF" + bytes(1000))
-    for model in (file, "qwen3-0.6b-q4.gguf", "someone/Qwen3-0.6B-GGUF/q4.gguf"):
-        message = fail(model)
-        assert "GGUF is the format of llama.cpp" in message and "reads safetensors" in message
-    assert f"model {file} is a file" in fail(file)
-
-
-def test_an_id_of_gguf_files_alone_is_called_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing in it is downloaded: no file has a name that a model of this engine has."""
-    snapshot = tmp_path / "snapshots" / ("0123abcd" * 5)
-    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: str(snapshot))
-    message = fail("someone/Qwen3-0.6B-GGUF")
-    assert "has no config.json: GGUF is the format of llama.cpp" in message
-
-
-@pytest.mark.parametrize("has_config", [False, True])
-def test_a_folder_of_gguf_files_is_called_one(has_config: bool, folder: Path) -> None:
-    (folder / "model.safetensors").rename(folder / "model-q4.gguf")
-    if not has_config:
-        (folder / "config.json").unlink()
-    message = fail(folder)
-    assert str(folder) in message and "GGUF is the format of llama.cpp" in message
-
-
 def test_a_file_is_answered_with_its_folder(folder: Path) -> None:
     message = fail(folder / "model.safetensors")
     assert "is a file; a model is a folder" in message and message.endswith(f"name the folder, {folder}")

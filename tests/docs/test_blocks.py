@@ -22,6 +22,7 @@ NOT_RUN = {
     ("answers", 3): "as the first block",
     ("any-model", 0): "is for a model of the hub: tests/models/test_any_model.py has small ones",
     ("evaluation", 0): "reads its tasks from the Hugging Face hub: tests/api/test_lm_eval.py has tasks of its own",
+    ("gguf", 0): "names large files: tests/gguf/test_files.py has small ones",
     **{("programs", number): "needs a program, with which it was run by hand" for number in range(5)},
     ("ray", 0): "starts a cluster: tests/jobs/test_ray.py does",
 }

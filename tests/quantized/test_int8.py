@@ -219,7 +219,7 @@ def test_options_that_cannot_be_had_say_what_can(tiny: Path, tmp_path: Path) -> 
         LLM(str(tiny), quantization="awq", **SMALL)
     config = json.loads((tiny / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config))
-    for method in ("bitsandbytes", "quark", "aqlm", "gguf", 3):
+    for method in ("bitsandbytes", "quark", "aqlm", 3):
         edit_json(tmp_path / "config.json", quantization_config={"quant_method": method})
         with pytest.raises(ValueError, match=f"{method}.*not supported: use the original checkpoint"):
             LLM(str(tmp_path), load_format="dummy", **SMALL)

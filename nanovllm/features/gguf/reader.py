@@ -269,9 +269,9 @@ def read_value(cursor: Cursor, kind: int) -> Any:
 def read_alignment(metadata: Mapping[str, Any], path: Path) -> int:
     """Return of which number the place of each tensor is a multiple."""
     found = metadata.get("general.alignment", 32)
-    if not isinstance(found, int) or isinstance(found, bool) or found < 1 or found & (found - 1) or found > 1 << 20:
-        raise ValueError(f"{path}: general.alignment is {quote(found)}; it must be a power of two, at most {1 << 20}")
-    return found
+    if found not in [1 << bit for bit in range(3, 21)]:
+        raise ValueError(f"{path}: general.alignment is {quote(found)}; it must be a power of two from 8 to {1 << 20}")
+    return int(found)
 
 
 def read_places(cursor: Cursor, count: int, alignment: int) -> dict[str, Place]:

@@ -275,20 +275,6 @@ def describe_codes(format: Format) -> str:
     return f"codes of {format.bits} bits, {groups}{', with zeros' if format.has_zeros else ''}"
 
 
-def describe_format(format: Format, dtype: str) -> str:
-    """Return how the weights are stored, for a table: "int8", "4 bits (awq, groups of 128)", "bfloat16, from fp8".
-
-    Args:
-        dtype: the dtype of what is not quantised.
-    """
-    if format.bits == 16:
-        return f"{dtype}, from {format.name} with {format.stored_bits} bits"
-    if format.quantizes_head:
-        return format.name
-    groups = "rows" if format.group_size is None else f"groups of {format.group_size}"
-    return f"{format.bits} bits ({format.name}, {groups}), embeddings in {dtype}"
-
-
 def _check(data: Config, name: str, default: Any, accepted: Collection[Any]) -> Any:
     """Return an entry of a quantization_config; ValueError if it is not one of the accepted values."""
     value = data.get(name, default)
@@ -408,6 +394,14 @@ def _read_compressed(data: Config) -> Format:
     )
 
 
+def _read_gguf(data: Config) -> Format:
+    from nanovllm.features.gguf.format import read_format
+
+    if "types" not in data:
+        raise ValueError("a GGUF file has this format, and no folder")
+    return read_format(data)
+
+
 _READERS: Mapping[Any, Callable[[Config], Format]] = {
     "awq": _read_awq,
     "gptq": _read_gptq,
@@ -415,5 +409,6 @@ _READERS: Mapping[Any, Callable[[Config], Format]] = {
     "fp8": _read_fp8,
     "modelopt": _read_modelopt,
     "mxfp4": _read_mxfp4,
+    "gguf": _read_gguf,
 }
 """By quant_method."""

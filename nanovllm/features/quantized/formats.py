@@ -73,9 +73,28 @@ class Format:
         """Return how many scales a row of `size` elements has."""
         return 1 if self.group_size is None else ceil_div(size, self.group_size)
 
-    def count_row_bytes(self, size: int) -> int:
-        """Return the memory of a row of `size` elements, with scales and zeros."""
+    def count_row_bytes(self, size: int, itemsize: int, name: str) -> int:
+        """Return the memory of a row of a matrix, with scales and zeros.
+
+        Args:
+            size: its elements.
+            itemsize: the bytes of an element of a matrix that is not quantised.
+            name: the matrix's in a checkpoint.
+        """
         return size * self.bits // 8 + self.count_groups(size) * (4 + 2 * self.has_zeros)
+
+    def describe(self, dtype: str) -> str:
+        """Return how the weights are stored, for a table: "int8", "4 bits (awq, groups of 128)", "bfloat16, from fp8".
+
+        Args:
+            dtype: the dtype of what is not quantised.
+        """
+        if self.bits == 16:
+            return f"{dtype}, from {self.name} with {self.stored_bits} bits"
+        if self.rounds:
+            return self.name
+        groups = "rows" if self.group_size is None else f"groups of {self.group_size}"
+        return f"{self.bits} bits ({self.name}, {groups}), embeddings in {dtype}"
 
     def round(self, weight: Tensor) -> Codes:
         """Quantise weights [..., out, in] by rounding. Dummy weights get their codes in this way."""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from nanovllm.backends import make_backend
 from nanovllm.config import ResolvedConfig
-from nanovllm.features.quantized.checkpoints import describe_format, find_format
+from nanovllm.features.quantized.checkpoints import find_format
 from nanovllm.features.quantized.codes import Codes, quantize_int8
 from nanovllm.features.quantized.formats import INT8, Format, RawTensors
 from nanovllm.features.quantized.joining import Weights, count_lacking, join_parts
@@ -58,8 +58,8 @@ class ModelQuantizer:
         return count_bytes(model, self.format, itemsize)
 
     def describe(self) -> str:
-        """Return how the weights are stored, for a table: see `describe_format`."""
-        return describe_format(self.format, self._config.dtype)
+        """Return how the weights are stored, for a table: see `Format.describe`."""
+        return self.format.describe(self._config.dtype)
 
     def check(self) -> None:
         """Raise a ValueError if the backend cannot multiply matrices of the format."""
@@ -131,13 +131,28 @@ def count_bytes(model: Decoder, format: Format, itemsize: int) -> int:
         model: it may be on the meta device.
     """
     total = sum(parameter.numel() for parameter in model.parameters()) * itemsize
-    for module in find_matrices(model, format).values():
-        if isinstance(module, LMHead) and not format.quantizes_head:
-            continue  # a checkpoint may have it quantised, but few have
-        for weight in module.list_matrices():
+    modules = find_matrices(model, format)
+    for path, name, target in find_module_targets(model):
+        module = modules.get(path)
+        weight = find_matrix(module, target.view)
+        is_head = isinstance(module, LMHead) and not format.quantizes_head  # a checkpoint may have it, but few have
+        if weight is not None and not is_head:
             size = weight.shape[-1]
-            total += weight.numel() // size * (format.count_row_bytes(size) - size * itemsize)
+            row_bytes = format.count_row_bytes(size, itemsize, name.removesuffix(".weight"))
+            total += target.view.numel() // size * (row_bytes - size * itemsize)
     return total
+
+
+def list_owners(module: nn.Module, model: Decoder) -> tuple[Any, ...]:
+    """Return a module of a model, and the LM head if that has the same matrix."""
+    is_shared = model.tied and module is model.embed_tokens
+    return (module, model.lm_head) if is_shared else (module,)
+
+
+def find_matrix(module: ShardedLayer | None, view: Tensor) -> nn.Parameter | None:
+    """Return the matrix of a module of which `view` is a part; None for a part of a bias, say."""
+    matrices = () if module is None else module.list_matrices()
+    return next((weight for weight in matrices if view is weight or view._base is weight), None)
 
 
 class Filling:
@@ -191,7 +206,9 @@ class Filling:
             module = self._modules.pop(path)
             for name, value in list(module.named_parameters(recurse=False)):
                 if value.is_meta:
-                    setattr(module, name, materialize(value, self.device))
+                    made = materialize(value, self.device)
+                    for owner in list_owners(module, self._model):
+                        setattr(owner, name, made)
             self._model.backend.prepare_weights(module.parameters(recurse=False))
 
     def _find_tensors(self, name: str, target: WeightTarget, names: Collection[str]) -> RawTensors:
@@ -200,9 +217,7 @@ class Filling:
 
     def _find_matrix(self, path: str, view: Tensor) -> nn.Parameter | None:
         """Return the matrix that becomes codes, and of which `view` is a part; None for a part of a bias, say."""
-        module = self._modules.get(path)
-        matrices = () if module is None else module.list_matrices()
-        return next((weight for weight in matrices if view is weight or view._base is weight), None)
+        return find_matrix(self._modules.get(path), view)
 
     def is_quantized(self, path: str) -> bool:
         """Return whether the matrices of the module at `path` become codes."""
@@ -248,8 +263,7 @@ class Filling:
             parts.clear()
             laid = operators.lay_beside([self._complete(one) for one in joined], dtype)
             packed.append(operators.keep_place(old, laid))
-        is_shared = model.tied and module is model.embed_tokens
-        for owner in (module, model.lm_head) if is_shared else (module,):
+        for owner in list_owners(module, model):
             owner.set_packed(packed, empty)
 
     def _complete(self, weights: Weights) -> Weights:

@@ -1,0 +1,167 @@
+"""Small random models in GGUF, written by the gguf package, beside transformers' models of the same numbers."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+
+from helpers.tiny import save_random
+
+LARGER = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4}
+"""Sizes of which blocks of 256 weights make rows."""
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "norm_topk_prob": True}
+GEMMA = {"sliding_window": 16, "final_logit_softcapping": 20.0}
+MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {
+    "qwen2": ("Qwen2ForCausalLM", {"head_dim": ...}),
+    "qwen3": ("Qwen3ForCausalLM", {"head_dim": 64}),
+    "qwen3moe": ("Qwen3MoeForCausalLM", EXPERTS),
+    "llama": ("LlamaForCausalLM", {"tie_word_embeddings": False}),
+    "gemma2": ("Gemma2ForCausalLM", {**GEMMA, "attn_logit_softcapping": 30.0, "query_pre_attn_scalar": 32}),
+    "gemma3": ("Gemma3ForCausalLM", {**GEMMA, "query_pre_attn_scalar": 32, "num_hidden_layers": 7}),
+    "phi3": ("Phi3ForCausalLM", {"head_dim": ..., "pad_token_id": None, "tie_word_embeddings": False}),
+}
+"""{architecture: transformers' class, and changes of `helpers.tiny.SMALL_MODEL`}."""
+
+SCALES_AT = {"Q2_K": 80, "Q3_K": 108, "Q6_K": 208, "Q4_K": 0, "Q5_K": 0, "Q4_1": 0, "Q5_1": 0}
+SCALES_AT |= {"Q4_0": 0, "Q5_0": 0, "Q8_0": 0, "IQ4_NL": 0, "IQ4_XS": 0, "IQ3_S": 0, "IQ2_S": 0}
+"""{type: where a block has its scale}."""
+MIDDLES = {"Q2_K": 1.5, "Q4_K": 7.5, "Q5_K": 15.5, "Q4_1": -7.5, "Q5_1": -15.5}
+"""{type with a minimum, which stands behind the scale: by how many scales it lies beside 0}."""
+
+Types = Callable[[str], str]
+"""Returns the type of a matrix by its name in GGUF."""
+
+
+def draw_matrix(type_name: str, values: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """Return a matrix in blocks, uint8 [..., rows, bytes]: random codes, about as large as the values."""
+    import gguf
+
+    kind = gguf.GGMLQuantizationType[type_name]
+    num_weights, num_bytes = gguf.GGML_QUANT_SIZES[kind]
+    blocks = rng.integers(0, 256, (values.size // num_weights, num_bytes), dtype=np.uint8)
+
+    def put(scale: float) -> None:
+        at = SCALES_AT[type_name]
+        numbers = [scale, scale * MIDDLES[type_name]] if type_name in MIDDLES else [scale]
+        blocks[:, at : at + 2 * len(numbers)] = np.array(numbers, np.float16).view(np.uint8)
+
+    put(1.0)
+    put(float(values.std() / gguf.dequantize(blocks, kind).std()))
+    return blocks.reshape(*values.shape[:-1], -1)
+
+
+def pair_rows(values: np.ndarray, heads: int) -> np.ndarray:
+    """Return the rows of a head in pairs, as llama.cpp's llama has them."""
+    return values.reshape(heads, 2, -1, values.shape[-1]).swapaxes(1, 2).reshape(values.shape)
+
+
+def part_rows(values: np.ndarray, heads: int) -> np.ndarray:
+    """Undo `pair_rows`."""
+    return values.reshape(heads, -1, 2, values.shape[-1]).swapaxes(1, 2).reshape(values.shape)
+
+
+def describe(architecture: str, config: Any) -> dict[str, Any]:
+    """Return the keys of the architecture."""
+    rope = config.rope_parameters
+    if architecture == "gemma3":
+        rope = rope["full_attention"]
+    found: dict[str, Any] = {
+        "block_count": config.num_hidden_layers,
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        "rope.freq_base": float(rope["rope_theta"]),
+    }
+    if getattr(config, "head_dim", None):
+        found |= {"attention.key_length": config.head_dim, "attention.value_length": config.head_dim}
+    if architecture == "qwen3moe":
+        found |= {"expert_count": config.num_experts, "expert_used_count": config.num_experts_per_tok}
+        found["expert_feed_forward_length"] = config.moe_intermediate_size
+    for name in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if getattr(config, name, None):
+            found[name] = getattr(config, name)
+    if architecture.startswith("gemma"):
+        found["attention.sliding_window"] = config.sliding_window
+    return {f"{architecture}.{key}": value for key, value in found.items()}
+
+
+def save_gguf(
+    path: Path,
+    architecture: str = "qwen3",
+    types: Types | str = "F32",
+    *,
+    metadata: Mapping[str, Any] | None = None,
+    tensors: Mapping[str, np.ndarray] | None = None,
+    num_files: int = 1,
+    seed: int = 0,
+    **changes: Any,
+) -> Any:
+    """Write a random model to a file, and return transformers' model of what the file means, in float32.
+
+    Args:
+        types: the type of every matrix, or of each.
+        metadata: keys beside those of the model; None takes a key away.
+        tensors: tensors beside those of the model.
+        num_files: how many files it is split into.
+        changes: changes of transformers' configuration.
+    """
+    import gguf
+
+    class_name, own = MODELS[architecture]
+    model_class = getattr(transformers, class_name)
+    scratch = path.parent / f"{path.stem}-transformers"
+    model = save_random(scratch, model_class=model_class, seed=seed, **{**LARGER, **own, **changes})
+    config = model.config
+    kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    names = gguf.get_tensor_name_map(kind, config.num_hidden_layers)
+    rng = np.random.default_rng(seed)
+    limit = {"split_max_tensors": -(-len(model.state_dict()) // num_files)} if num_files > 1 else {}
+    writer = gguf.GGUFWriter(path, architecture, **limit)
+    for key, value in (describe(architecture, config) | dict(metadata or {})).items():
+        if value is not None:
+            item = gguf.GGUFValueType.get_type(value[0]) if isinstance(value, list) else None
+            writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value), item)
+
+    def add(name: str, parameter: torch.Tensor, heads: int = 0, plus: float = 0.0) -> None:
+        """Write a tensor, and give the model the numbers that the file has."""
+        values = parameter.detach().numpy().copy()
+        type_name = "F32" if values.ndim == 1 else types if isinstance(types, str) else types(name)
+        if heads:
+            values = pair_rows(values, heads) if values.ndim > 1 else pair_rows(values[:, None], heads)[:, 0]
+        tensor_type = gguf.GGMLQuantizationType[type_name]
+        if type_name in ("F32", "F16", "BF16"):
+            raw = gguf.quantize(values + plus if plus else values, tensor_type)
+        else:
+            raw = draw_matrix(type_name, values, rng)
+        writer.add_tensor(name, raw, raw_dtype=tensor_type)
+        means = gguf.dequantize(raw, tensor_type).reshape(values.shape) - plus
+        if heads:
+            means = part_rows(means, heads) if means.ndim > 1 else part_rows(means[:, None], heads)[:, 0]
+        parameter.data.copy_(torch.from_numpy(np.ascontiguousarray(means)))
+
+    for name, parameter in model.named_parameters():
+        if name.endswith("experts.gate_up_proj"):
+            block = name.split(".")[2]
+            gate, up = parameter.data.chunk(2, 1)
+            add(f"blk.{block}.ffn_gate_exps.weight", gate)
+            add(f"blk.{block}.ffn_up_exps.weight", up)
+        elif name.endswith("experts.down_proj"):
+            add(f"blk.{name.split('.')[2]}.ffn_down_exps.weight", parameter.data)
+        else:
+            own_name = names.get_name(name, (".weight", ".bias"))
+            projections = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+            heads = projections.get(name.split(".")[-2], 0) if architecture == "llama" else 0
+            add(own_name, parameter.data, heads, float(architecture.startswith("gemma") and "norm" in name))
+    for name, values in (tensors or {}).items():
+        writer.add_tensor(name, values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return model
