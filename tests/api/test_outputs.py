@@ -3,12 +3,9 @@
 import copy
 import itertools
 import json
-import os
 import pickle
 import random
 import shutil
-import subprocess
-import sys
 import time
 from array import array
 from collections.abc import Callable
@@ -20,6 +17,7 @@ import numpy as np
 import pytest
 from helpers.paths import ROOT
 from helpers.tiny import END, NOTE, SMALL, SPOKEN, TURN, draw_prompts, edit_json, greedy, make_tokenizer, save_random
+from helpers.warm import WarmPython
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
@@ -844,17 +842,17 @@ def test_the_bar_moves_with_every_step(
     assert not llm.engine.observers
 
 
-def test_tqdms_variable_hides_every_bar() -> None:
+def test_tqdms_variable_hides_every_bar(warm_python: WarmPython) -> None:
     """tqdm reads TQDM_DISABLE when it is imported, and only for bars that are made without `disable`."""
     code = (
+        "import sys\n"
+        "for name in [name for name in sys.modules if name.partition('.')[0] == 'tqdm']: del sys.modules[name]\n"
         "from nanovllm import LLM\n"
         "llm = LLM('tiny-qwen3', device='cpu', max_model_len=128)\n"
         "assert len(llm.generate(['a', 'b'])) == 2\n"
     )
-    environment = os.environ | {"TQDM_DISABLE": "1"}
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=True)
-    assert done.stderr == "", "without the variable there is a bar, as a test above says"
+    done = warm_python.run(code, environment={"TQDM_DISABLE": "1"})
+    assert (done.returncode, done.stderr) == (0, ""), "without the variable there is a bar, as a test above says"
     for path in (ROOT / "nanovllm").rglob("*.py"):
         assert "disable=" not in path.read_text(), f"{path} makes a bar without hide_unless()"
 

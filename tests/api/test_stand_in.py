@@ -52,33 +52,33 @@ own = [importlib.metadata.version("vllm"), "torch" in sys.modules]
 import vllm
 assert "peft" not in sys.modules, "it takes seconds"
 own += [vllm.__version__, vllm.__nanovllm__]
-child = "import sys, vllm, importlib.metadata as m; print(m.version('vllm'), vllm.__nanovllm__, *sys.argv[1:])"
+child = "import sys, importlib.util as u, importlib.metadata as m; "
+child += "print(m.version('vllm'), u.find_spec('vllm').name, *sys.argv[1:])"
 print(own, sys.argv[1:], subprocess.check_output([sys.executable, "-c", child, "x"], text=True, cwd="/").split())
 sys.exit(3)
 """
 
 
 def test_a_script_and_its_children_see_this_engine_and_the_version_that_is_claimed(tmp_path: Path) -> None:
+    """The child looks for the module. That of a test below imports it, which takes seconds."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     ours = nanovllm.__version__
     claimed = "0.10.1"
     done = python("-m", "nanovllm", "run", "--claim", claimed, str(script), "--replace", "-m", "a b")
-    assert done.stdout.strip() == f"{[claimed, False, claimed, ours]} ['--replace', '-m', 'a b'] {[claimed, ours, 'x']}"
+    assert (
+        done.stdout.strip() == f"{[claimed, False, claimed, ours]} ['--replace', '-m', 'a b'] {[claimed, 'vllm', 'x']}"
+    )
     assert done.returncode == 3, done.stderr
     assert done.stderr == (f"vllm is nanovllm {ours} in this process and its children; it calls itself {claimed}\n")
 
 
 def test_the_first_line_of_a_script_does_the_same(tmp_path: Path) -> None:
-    """Its child looks for the module, and does not import it, which takes seconds."""
     script = tmp_path / "script.py"
-    child = "importlib.util, importlib.metadata as m; print(m.version('vllm'), importlib.util.find_spec('vllm').name)"
-    imports = "sys, vllm, importlib.metadata as m; print(m.version('vllm'), vllm.__nanovllm__, *sys.argv[1:])"
-    assert imports in SCRIPT
-    script.write_text("import nanovllm.as_vllm\n" + SCRIPT.replace(imports, child))
+    script.write_text("import nanovllm.as_vllm\n" + SCRIPT)
     done = python(str(script), "y", **{VARIABLE: "0.22.1"})
     assert done.returncode == 3 and "['0.22.1', False, '0.22.1'" in done.stdout, done.stderr
-    assert done.stdout.endswith("['y'] ['0.22.1', 'vllm']\n")
+    assert done.stdout.endswith("['y'] ['0.22.1', 'vllm', 'x']\n")
     assert done.stderr.count("vllm is nanovllm") == 1
 
 
@@ -317,7 +317,9 @@ def test_a_reset_of_running_requests_changes_no_token(vllm: Any) -> None:
 def test_the_script_of_vllms_examples_replaces_models_and_nothing_else(tmp_path: Path) -> None:
     source = 'print(LLM, "org/model-1.5B", "text/plain", "a/b/c", "./model")'
     assert replace_models(source) == source.replace('"org/model-1.5B"', repr(str(BOX_MODEL)))
-    (tmp_path / "good.py").write_text("import vllm, beside\nassert vllm.__nanovllm__ and beside")
+    (tmp_path / "good.py").write_text(
+        "import beside, importlib.util\nassert importlib.util.find_spec('vllm') and beside"
+    )
     (tmp_path / "beside.py").write_text("raise_error = False")
     (tmp_path / "bad.py").write_text("from vllm.multimodal import image")
     assert run_example(tmp_path / "good.py", 300) == (True, "status 0")

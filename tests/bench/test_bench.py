@@ -3,10 +3,8 @@
 import io
 import itertools
 import json
-import os
 import random
 import runpy
-import subprocess
 import sys
 from contextlib import redirect_stdout
 from dataclasses import replace
@@ -16,6 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
+from helpers.warm import WarmPython
 
 import bench
 from benchmarks import bench_compare
@@ -207,14 +206,13 @@ def test_a_tiny_run_ends_in_one_json_line(tmp_path: Path, capsys: pytest.Capture
     assert {"commit", "command", "machine", "threads", "rates", "cost"} <= document.keys()
 
 
-def test_the_package_alone_measures_with_the_same_presets(tmp_path: Path) -> None:
+def test_the_package_alone_measures_with_the_same_presets(warm_python: WarmPython, tmp_path: Path) -> None:
     """As it is found in a wheel: without the project's other folders."""
     (tmp_path / "nanovllm").symlink_to(Path(bench.__file__).parent / "nanovllm")
     arguments = ["--preset", "cpu", "--model", "tiny-qwen3", "--num-seqs", "2", "--output-len", "2", "2"]
     arguments += ["--machine-rates", "1e10", "2e10", "1e12"]
-    command = [sys.executable, "-m", "nanovllm", "bench", *arguments]
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    code = "import runpy; runpy.run_module('nanovllm', run_name='__main__', alter_sys=True)"
+    done = warm_python.run(code, "bench", *arguments, cwd=tmp_path)
     document = json.loads(done.stdout.splitlines()[-1])
     assert document["result"]["num_output_tokens"] == 4 and document["command"] == " ".join(
         ["nanovllm", "bench", *arguments]

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.paths import ROOT
+from helpers.warm import WarmPython
 
 import bench
 from benchmarks import bench_compare
@@ -119,7 +120,9 @@ class LLM:
 
 
 @pytest.mark.parametrize("is_there", [True, False])
-def test_nano_vllm_is_measured_although_its_package_has_our_name(is_there: bool, tmp_path: Path) -> None:
+def test_nano_vllm_is_measured_although_its_package_has_our_name(
+    is_there: bool, warm_python: WarmPython, tmp_path: Path
+) -> None:
     if is_there:
         (tmp_path / "nanovllm" / "engine").mkdir(parents=True)
         (tmp_path / "nanovllm" / "__init__.py").write_text(UPSTREAM)
@@ -128,9 +131,12 @@ def test_nano_vllm_is_measured_although_its_package_has_our_name(is_there: bool,
     spec |= {"device": "cuda", "model": "m", "max_model_len": 64, "max_num_seqs": 2, "temperature": 0.6}
     spec |= {"workload": vars(WORKLOAD), "warm_up": vars(WORKLOAD)}
     (tmp_path / "spec.json").write_text(json.dumps(spec))
-    command = [sys.executable, "-m", "benchmarks.rivals.nano_vllm", str(tmp_path / "spec.json"), ""]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(ROOT), str(tmp_path)))}
-    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+    code = (
+        f"import runpy, sys; sys.path.insert(1, {str(tmp_path)!r}); "
+        "runpy.run_module('benchmarks.rivals.nano_vllm', run_name='__main__', alter_sys=True)"
+    )
+    result = warm_python.run(code, str(tmp_path / "spec.json"), "", cwd=ROOT)
+    assert result.returncode == 0, result.stderr
     document = json.loads(result.stdout.splitlines()[-1])
     if is_there:
         assert document["num_output_tokens"] == 7

@@ -23,6 +23,7 @@ NOT_RUN = {
     ("any-model", 0): "is for a model of the hub: tests/models/test_any_model.py has small ones",
     ("evaluation", 0): "reads its tasks from the Hugging Face hub: tests/api/test_lm_eval.py has tasks of its own",
     ("gguf", 0): "names large files: tests/gguf/test_files.py has small ones",
+    ("parallelism", 0): "starts two processes: tests/ranks/test_replicas.py does",
     **{("programs", number): "needs a program, with which it was run by hand" for number in range(5)},
     ("ray", 0): "starts a cluster: tests/jobs/test_ray.py does",
 }
