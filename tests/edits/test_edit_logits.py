@@ -470,26 +470,37 @@ FORBIDDEN = {
 }
 
 
+def cut(tokens: list[int], ends: list[int]) -> list[int]:
+    """Return the tokens up to the first end."""
+    first = min((tokens.index(end) for end in ends if end in tokens), default=len(tokens))
+    return tokens[: first + 1]
+
+
+@pytest.fixture(scope="module")
+def plain(model: PreTrainedModel) -> list[list[int]]:
+    """What transformers says without edits."""
+    return [generated(model, prompt) for prompt in PROMPTS]
+
+
 @pytest.mark.parametrize("name", FORBIDDEN)
-@pytest.mark.parametrize("options", [{}, {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}])
 def test_what_generation_config_forbids_is_what_transformers_forbids(
-    name: str, options: dict[str, Any], folder: Path, tmp_path: Path, model: PreTrainedModel
+    name: str, plain: list[list[int]], folder: Path, tmp_path: Path, model: PreTrainedModel
 ) -> None:
     """Words of one to three tokens that the model would say; one begins in the prompt, and some end a sequence."""
-    plain = [generated(model, prompt) for prompt in PROMPTS]
     ends = [plain[0][2], EOS]  # the first one would come soon
     pairs = [[PROMPTS[1][-1], plain[1][0]], plain[1][4:6], plain[2][5:8], [plain[3][4]], [EOS], [plain[0][2]]]
     values = {"bad_words_ids": pairs, "suppress_tokens": [plain[2][1], plain[3][0]]}
     asked = {key: values.get(key, value) for key, value in FORBIDDEN[name].items()}
     expected = [generated(model, prompt, eos_token_id=ends, **asked) for prompt in PROMPTS]
-    assert expected != [generated(model, prompt, eos_token_id=ends) for prompt in PROMPTS]
+    assert expected != [cut(tokens, ends) for tokens in plain]
     for file in folder.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     edit_json(tmp_path / "generation_config.json", do_sample=False, max_new_tokens=24, eos_token_id=ends, **asked)
-    with LLM(tmp_path, **SMALL | options) as other:
-        assert [output["token_ids"] for output in other.generate(PROMPTS, use_tqdm=False)] == expected
-        alone = [other.generate(prompt, use_tqdm=False)[0]["token_ids"] for prompt in PROMPTS]
-    assert alone == expected
+    for drafts in (None, {"method": "ngram", "num_speculative_tokens": 3}):
+        with LLM(tmp_path, **SMALL, speculative_config=drafts) as other:
+            assert [output["token_ids"] for output in other.generate(PROMPTS, use_tqdm=False)] == expected
+            alone = [other.generate(prompt, use_tqdm=False)[0]["token_ids"] for prompt in PROMPTS]
+        assert alone == expected
 
 
 def test_the_sampling_of_a_request_that_is_refused_is_named(llm: LLM, random_model: Path) -> None:

@@ -111,7 +111,7 @@ def model(folder: Path) -> PreTrainedModel:
     return save_sparse_hybrid(folder)
 
 
-FAST = 8
+FAST = 4
 """Drawn models that are tested plainly; the others are slow tests."""
 
 
@@ -207,31 +207,45 @@ def save_packable(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("backend", ["torch", "cpu"])
+@pytest.fixture(scope="module")
+def packable(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_packable(tmp_path_factory.mktemp("packable"))
+
+
+@pytest.fixture(scope="module")
+def plain_tokens(packable: Path) -> list[list[int]]:
+    """What the packable model says."""
+    return run(packable)
+
+
 @pytest.mark.parametrize(
     "name", ["awq", "gptq", "gptq desc_act", "packed with zeros", "int8 w8a8", "fp8 blocks", "fp8 rows"]
 )
-def test_quantised_checkpoints_say_what_their_values_say(name: str, backend: str, tmp_path: Path) -> None:
-    folder = save_packable(tmp_path / "model")
-    quantised, means = save_quantised(folder, tmp_path, *CHECKPOINTS[name])
+def test_quantised_checkpoints_say_what_their_values_say(
+    name: str, packable: Path, plain_tokens: list[list[int]], tmp_path: Path
+) -> None:
+    quantised, means = save_quantised(packable, tmp_path, *CHECKPOINTS[name])
     expected = run(means)
-    assert run(quantised, attention_backend=backend) == expected != run(folder)
+    assert expected != plain_tokens
+    for backend in ("torch", "cpu"):
+        assert run(quantised, attention_backend=backend) == expected, backend
 
 
 @pytest.mark.parametrize("name", ["packed 8 bits", "int8 w8a8", "fp8 rows"])
-def test_routers_and_gates_may_be_quantised(name: str, tmp_path: Path) -> None:
+def test_routers_and_gates_may_be_quantised(name: str, packable: Path, tmp_path: Path) -> None:
     """They are multiplied with 16 or 32 bits, however they were stored."""
-    folder = save_packable(tmp_path / "model")
-    quantised, means = save_quantised(folder, tmp_path, *CHECKPOINTS[name], plain=PLAIN[:-1])
+    quantised, means = save_quantised(packable, tmp_path, *CHECKPOINTS[name], plain=PLAIN[:-1])
     assert run(quantised) == run(means)
 
 
-@pytest.mark.parametrize("backend", ["torch", "cpu"])
-def test_int8_at_load_is_that_of_the_rounded_weights(backend: str, tmp_path: Path) -> None:
+def test_int8_at_load_is_that_of_the_rounded_weights(
+    packable: Path, plain_tokens: list[list[int]], tmp_path: Path
+) -> None:
     """All but norms, convolutions, routers and the gates of shared experts is rounded."""
-    folder = save_packable(tmp_path / "model")
-    expected = run(save_rounded(folder, tmp_path / "rounded"))
-    assert run(folder, attention_backend=backend, quantization="int8") == expected != run(folder)
+    expected = run(save_rounded(packable, tmp_path / "rounded"))
+    assert expected != plain_tokens
+    for backend in ("torch", "cpu"):
+        assert run(packable, attention_backend=backend, quantization="int8") == expected, backend
 
 
 def test_fused_experts_that_are_quantised_are_refused_by_name(tmp_path: Path) -> None:
@@ -319,17 +333,17 @@ def test_two_ranks_say_the_same(
     check(model, prompts, serve(folder, prompts, **options))
 
 
-@pytest.mark.parametrize("ranks", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}], ids=str)
 @pytest.mark.parametrize("name", ["int8", "packed with zeros", "fp8 rows"])
-def test_two_ranks_share_quantised_weights(ranks: dict[str, Any], name: str, local_ranks: None, tmp_path: Path) -> None:
-    folder = save_packable(tmp_path / "model")
+def test_two_ranks_share_quantised_weights(name: str, packable: Path, local_ranks: None, tmp_path: Path) -> None:
     if name == "int8":
-        means = save_rounded(folder, tmp_path / "rounded")
-        found = run(folder, attention_backend="cpu", quantization="int8", **ranks)
+        folder = packable
+        means = save_rounded(packable, tmp_path / "rounded")
     else:
-        quantised, means = save_quantised(folder, tmp_path, *CHECKPOINTS[name])
-        found = run(quantised, attention_backend="cpu", **ranks)
-    assert found == run(means)
+        folder, means = save_quantised(packable, tmp_path, *CHECKPOINTS[name])
+    expected = run(means)
+    for kind in ("tensor_parallel_size", "pipeline_parallel_size"):
+        options = {"quantization": "int8"} if name == "int8" else {}
+        assert run(folder, attention_backend="cpu", **options, **{kind: 2}) == expected, kind
 
 
 @pytest.mark.slow
