@@ -87,13 +87,14 @@ def find_imports(path: Path, modules: dict[str, Path]) -> Iterator[Import]:
         elif isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         yield from (Import(name, is_early, is_for_types) for name in names if name in modules)
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             is_early = False
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
             is_early = False
             is_for_types = True
         for child in ast.iter_child_nodes(node):
-            yield from visit(child, is_early, is_for_types)
+            if not isinstance(child, ast.expr):  # an expression imports nothing, and most nodes are parts of one
+                yield from visit(child, is_early, is_for_types)
 
     return visit(ast.parse(path.read_text()), is_early=True, is_for_types=False)
 
