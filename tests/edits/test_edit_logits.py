@@ -478,7 +478,7 @@ def cut(tokens: list[int], ends: list[int]) -> list[int]:
 
 @pytest.fixture(scope="module")
 def plain(model: PreTrainedModel) -> list[list[int]]:
-    """What transformers says without edits."""
+    """The tokens that transformers generates without edits."""
     return [generated(model, prompt) for prompt in PROMPTS]
 
 

@@ -214,7 +214,7 @@ def packable(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def plain_tokens(packable: Path) -> list[list[int]]:
-    """What the packable model says."""
+    """The tokens of the packable model."""
     return run(packable)
 
 

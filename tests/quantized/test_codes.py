@@ -180,7 +180,8 @@ def test_zeros_that_change_no_weight_are_left_out(bits: int) -> None:
     one_differs[-1, -1] += 1
     for zeros, are_kept in ((middle, False), (one_differs, True), (8 - middle, True), (matrix.zeros, True)):
         whole = replace(matrix, zeros=zeros)
-        joined = join_codes([whole.take_rows(slice(0, 2)), whole.take_rows(slice(2, 6))], parameter)
+        (joined,) = join_parts([whole.take_rows(slice(0, 2)), whole.take_rows(slice(2, 6))], parameter)
+        assert isinstance(joined, Codes)
         assert (joined.zeros is not None) == are_kept
         assert torch.equal(joined.dequantize(), whole.dequantize())
 

@@ -143,7 +143,7 @@ def lay_codes(codes: Codes, dtype: torch.dtype) -> Laid:
     if codes.zeros is not None:
         zeros = _by_panel(codes.zeros.float() - (8 if codes.bits == 4 else 0))
     scales = codes.scales.map(_by_panel)
-    minima = (None, None)
+    minima: tuple[Tensor | None, Tensor | None] = (None, None)
     if codes.minima is not None:
         laid = codes.minima.map(_by_panel)
         minima = (laid.values, laid.factors)
