@@ -25,6 +25,7 @@ import sys
 import tokenize
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -187,12 +188,15 @@ def find_ring(place: str) -> int:
     return RINGS[max(fitting, key=len)]
 
 
-def find_arrows(package: Path = PACKAGE) -> Iterator[tuple[str, str]]:
-    """Yield (importing module, imported module) for every import of the package, as paths."""
+@cache
+def find_arrows(package: Path = PACKAGE) -> list[tuple[str, str]]:
+    """Return (importing module, imported module) for every import of the package, as paths."""
     modules = find_modules(package)
-    for module, file in modules.items():
-        for found in find_imports(file, modules):
-            yield find_place(module), find_place(found.module)
+    return [
+        (find_place(module), find_place(found.module))
+        for module, file in modules.items()
+        for found in find_imports(file, modules)
+    ]
 
 
 def find_outward_arrows(package: Path = PACKAGE) -> set[tuple[str, str]]:
@@ -273,7 +277,7 @@ def print_lines(package: Path) -> None:
 def print_rings(package: Path) -> None:
     """Print the table of the rings, the imports that point outwards, and the largest circle of imports."""
     print(write_table())
-    print(f"\n{len(list(find_arrows(package)))} imports")
+    print(f"\n{len(find_arrows(package))} imports")
     outward = sorted(find_outward_arrows(package))
     print(f"{len(outward)} point outwards:", *(f"    {start} -> {end}" for start, end in outward), sep="\n")
     circle = find_largest_circle(package)
