@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from enum import Enum
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -96,9 +97,15 @@ class ChatTemplate:
 
         If the answer goes on with the last message, this is that message.
         """
-        if self._options.get("continue_final_message"):
+        if continued := self._options.get("continue_final_message"):
+            # The last message begins where the conversation without it differs. A template that opens an answer by
+            # itself writes such an opening there, too. So its words are changed, which shows where they begin.
             before = self._try(messages[:-1]) if len(messages) > 1 else ""
-        elif self._options["add_generation_prompt"]:
+            changed = self._try([*messages[:-1], replace_words(messages[-1])], continue_final_message=continued)
+            others = [other for other in (before, changed) if other is not None]
+            start = sum(1 for _ in takewhile(lambda letters: len(set(letters)) == 1, zip(text, *others, strict=False)))
+            return text[start:]
+        if self._options["add_generation_prompt"]:
             before = self._try(messages)
         else:
             is_ignored = self._try(messages, add_generation_prompt=True) == text
@@ -213,6 +220,13 @@ def replace_contents(messages: Sequence[Mapping[str, Any]], role: str, content: 
         {**message, "content": content} if message["role"] == role and message.get("content") is not None else message
         for message in messages
     ]
+
+
+def replace_words(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message with other words in its content and its thinking."""
+    part = {"type": "text", "text": WORDS[0]}
+    others = {name: message[name] for name in ("content", *REASONING) if message.get(name) is not None}
+    return {**message, **{name: [part] if isinstance(words, list) else WORDS[0] for name, words in others.items()}}
 
 
 def shape_message(message: Mapping[str, Any], form: ContentForm) -> Mapping[str, Any]:

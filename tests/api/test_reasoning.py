@@ -190,15 +190,38 @@ def test_only_what_the_template_writes_for_the_answer_opens_or_closes_it(ending:
 
 @pytest.mark.parametrize(
     ("content", "expected"),
-    [("<think>\nLet me", True), ("<think>x</think>It is", False), ("It is", None), ("is <think> a tag?", True)],
+    [
+        ("<think>\nLet me", True),
+        ("<think>x</think>It is", False),
+        ("</think>It is", False),
+        ("It is", None),
+        ("is <think> a tag?", True),
+    ],
 )
-def test_the_tags_of_a_message_that_is_continued_count(content: str, expected: bool | None, thinker: Path) -> None:
+@pytest.mark.parametrize("mark", ["[{{ m.role }}]", ""])
+@pytest.mark.parametrize("ending", ["", "<think>", "[assistant]<think>\n", "<think>\n\n</think>\n\n"])
+def test_the_tags_of_a_message_that_is_continued_count(
+    content: str, expected: bool | None, mark: str, ending: str, thinker: Path
+) -> None:
+    """They alone count, also if the template ignores add_generation_prompt and ends in a tag of its own."""
     tokenizer = Tokenizer(thinker)
-    options = {"add_generation_prompt": False, "continue_final_message": True, "chat_template": write_template("")}
+    template = f"{{% for m in messages %}}{mark}{{{{ m.content }}}}{{% endfor %}}{ending}"
+    options = {"add_generation_prompt": False, "continue_final_message": True, "chat_template": template}
     for said in MESSAGES:
         messages = [{"role": "user", "content": said}, {"role": "assistant", "content": content}]
         assert is_opened(tokenizer, messages, **options) is expected
     assert is_opened(tokenizer, messages[1:], **options) is expected
+
+
+def test_thinking_that_the_template_writes_for_a_continued_message_counts(thinker: Path) -> None:
+    tokenizer = Tokenizer(thinker)
+    loop = "{% for m in messages %}[{{ m.role }}]{% if m.role == 'assistant' %}<think>{{ m.reasoning_content }}"
+    template = f"{loop}</think>{{% endif %}}{{{{ m.content }}}}{{% endfor %}}<think>"
+    messages = [{"role": "user", "content": "say <think>"}]
+    messages.append({"role": "assistant", "content": "It is", "reasoning_content": "hm"})
+    for field, expected in ((True, False), ("reasoning_content", True)):
+        options = {"add_generation_prompt": False, "continue_final_message": field, "chat_template": template}
+        assert is_opened(tokenizer, messages, **options) is expected
 
 
 def test_a_template_that_always_opens_the_answer_counts_at_the_very_end(thinker: Path) -> None:
