@@ -167,6 +167,9 @@ def test_modules_names_and_versions_are_answered_or_say_what_to_do(vllm: Any) ->
         "from vllm.config import SchedulerConfig": "vllm.config.SchedulerConfig: .*: docs/porting.md lists",
         "import vllm.v1.core.scheduler": "vllm.v1.core: .*: these are vLLM's inner classes",
         "from vllm.multimodal.image import load": "vllm.multimodal: .*: a prompt is text",
+        "from vllm.assets.image import ImageAsset": "vllm.assets: .*: a prompt is text",
+        "from vllm.entrypoints.chat_utils import load_chat_template": "load_chat_template: .*: chat and render_chat",
+        "import vllm.entrypoints.openai.api_server": "vllm.entrypoints.openai: .*: nothing listens to HTTP",
         "import vllm.nothing": "No module named 'vllm.nothing'",
         "from vllm import nothing": "cannot import name 'nothing'",
     }.items():
@@ -204,6 +207,21 @@ def test_defaults_are_vllms_and_what_would_mean_something_else_is_refused(vllm: 
             assert len(ask(prompt, use_tqdm=False)[0].outputs[0].token_ids) <= 16
         with pytest.raises(NotImplementedError, match="vLLM's score"):
             llm.score("a", "b")
+
+
+def test_objects_of_options_that_change_speed_alone_are_taken_and_change_no_token(vllm: Any) -> None:
+    config = importlib.import_module("vllm.config")
+    modes = importlib.import_module("vllm.config.compilation")
+    compilation = config.CompilationConfig(mode=modes.CompilationMode.VLLM_COMPILE, cudagraph_capture_sizes=[1, 2])
+    compilation.cudagraph_mode = config.CUDAGraphMode.FULL_AND_PIECEWISE
+    params = vllm.SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    found = []
+    for options in ({}, {"compilation_config": compilation, "attention_config": config.AttentionConfig(backend="a")}):
+        with vllm.LLM(BOX_MODEL, **OPTIONS, **options) as llm:
+            found.append(llm.generate("hello", params, use_tqdm=False)[0].outputs[0].token_ids)
+    assert found[0] == found[1]
+    message: Any = importlib.import_module("vllm.entrypoints.chat_utils").ChatCompletionMessageParam
+    assert list[message].__args__ == (message,), "a type for annotations"
 
 
 def test_stop_token_ids_above_the_vocabulary_change_nothing(vllm: Any) -> None:

@@ -5,6 +5,7 @@ import logging
 import socket
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterable, Mapping
+from enum import Enum
 from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ from nanovllm.config import EngineConfig, EngineOptions
 from nanovllm.engine.sequence import Sequence
 from nanovllm.outputs import METRICS, Embedding, Logprob, Metric, Output
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.text.prompts import Prompt
+from nanovllm.text.prompts import Message, Prompt
 
 if TYPE_CHECKING:
     from nanovllm.apps.standin.llm import LLM
@@ -132,9 +133,13 @@ NAMES: Mapping[str, Any] = {
     # An LLM frees its memory when it is collected.
     **dict.fromkeys(("cleanup_dist_env_and_memory", "destroy_model_parallel"), gc.collect),
     "destroy_distributed_environment": gc.collect,
+    # What the options of the first two ask for changes speed alone, and is ignored.
+    **dict.fromkeys(("AttentionConfig", "CompilationConfig", "ProfilerConfig"), SimpleNamespace),
+    "CompilationMode": Enum("CompilationMode", "NONE STOCK_TORCH_COMPILE DYNAMO_TRACE_ONCE VLLM_COMPILE", start=0),
+    "CUDAGraphMode": Enum("CUDAGraphMode", "NONE PIECEWISE FULL FULL_DECODE_ONLY FULL_AND_PIECEWISE", start=0),
+    **dict.fromkeys(("ChatCompletionMessageParam", "ConversationMessage"), Message),
     "AsyncEngineArgs": EngineArgs,
     "FlexibleArgumentParser": ArgumentParser,
-    "ProfilerConfig": dict,
     "PromptType": Prompt,
     "get_open_port": get_open_port,
     "init_logger": logging.getLogger,

@@ -26,12 +26,12 @@ LISTED = "docs/porting.md lists the names of vLLM's that are taken"
 """The advice for classes of vLLM's that no row has."""
 
 MODULES = (
-    "config distributed.parallel_state distributed.weight_transfer.nccl_common distributed.weight_transfer.nccl_engine "
-    "distributed.weight_transfer.packed_tensor engine.arg_utils engine.async_llm_engine engine.llm_engine "
-    "entrypoints.chat_utils entrypoints.llm envs inputs.data logger logprobs lora.request model_executor.utils outputs "
-    "platforms pooling_params renderers.hf sampling_params sequence tokenizers transformers_utils.tokenizer "
-    "utils.argparse_utils utils.counter utils.network_utils utils.print_utils utils.torch_utils version "
-    "v1.engine.async_llm v1.metrics.reader worker.worker"
+    "config.compilation distributed.parallel_state distributed.weight_transfer.nccl_common "
+    "distributed.weight_transfer.nccl_engine distributed.weight_transfer.packed_tensor engine.arg_utils "
+    "engine.async_llm_engine engine.llm_engine entrypoints.chat_utils entrypoints.llm envs inputs.data logger logprobs "
+    "lora.request model_executor.utils outputs platforms pooling_params renderers.hf sampling_params sequence "
+    "tokenizers transformers_utils.tokenizer utils.argparse_utils utils.counter utils.network_utils utils.print_utils "
+    "utils.torch_utils version v1.engine.async_llm v1.metrics.reader worker.worker"
 )
 """The modules of vLLM's that its clients import, with a space between them. Their packages are answered, too."""
 
@@ -64,6 +64,8 @@ MISSING: Mapping[str, str] = {
     "PoolerConfig": _EMBED,
     "late_chunking LateChunkingParams late_chunking_params": "embed each chunk as a prompt",
     "KVTransferConfig kv_transfer kv_events": _ONE_CACHE,
+    "apply_hf_chat_template parse_chat_messages load_chat_template": "chat and render_chat take chat_template, as text",
+    "openai api_server": "nothing listens to HTTP; nanovllm run-batch answers the lines of a file",
     "ModelRegistry models": "FAMILIES in nanovllm.models.model_config is the table of models",
     "VllmConfig": f"EngineConfig has the options; for logits processors: {_EDITS}",
     "sample": f"in place of logits processors, {_EDITS}",
