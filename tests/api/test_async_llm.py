@@ -115,7 +115,7 @@ def test_an_aborted_request_ends_with_its_tokens_so_far_and_the_others_go_on(llm
     assert llm.is_finished()
 
 
-def test_an_abort_counts_from_the_start_of_generate(llm: LLM, engine: AsyncLLM) -> None:
+def test_an_abort_counts_from_the_call_of_generate(llm: LLM, engine: AsyncLLM) -> None:
     """It comes after so many turns of the loop, while the engine's thread is busy with others, and while it is not."""
 
     async def run(num_turns: int, others: list[str]) -> Any:
@@ -131,6 +131,19 @@ def test_an_abort_counts_from_the_start_of_generate(llm: LLM, engine: AsyncLLM) 
             assert output.finished and output.finish_reason == "abort" and len(output.token_ids) < 60
             assert {one.finish_reason for one in ended} <= {"length"}
             assert llm.is_finished()
+
+
+def test_an_abort_counts_before_the_first_output_is_asked_for(llm: LLM, engine: AsyncLLM) -> None:
+    async def run() -> list[Any]:
+        iterators = [engine.generate(PROMPTS[0], LONG, name) for name in ("x", "y", "dropped")]
+        await engine.abort("x")
+        del iterators[2]
+        return [[output async for output in iterator][-1] for iterator in iterators]
+
+    aborted, ended = asyncio.run(run())
+    assert aborted.finished and (aborted.finish_reason, len(aborted.token_ids)) == ("abort", 0)
+    assert len(ended.token_ids) == 60
+    assert llm.is_finished() and not list(engine._calls)
 
 
 def test_an_abort_ends_a_request_in_a_pause_without_a_step(llm: LLM, engine: AsyncLLM) -> None:
@@ -174,7 +187,13 @@ def test_after_shutdown_there_is_one_error_for_all() -> None:
         await engine.pause_generation(mode="keep")  # some wait for the pause to end, and others for the thread
         engine.shutdown()
         calls: list[Any] = [engine.abort("0"), engine.pause_generation(mode="keep"), engine.resume_generation()]
-        calls += [engine.sleep(), engine.wake_up(), engine.is_sleeping(), collect(engine, "x", "a", PARAMS)]
+        calls += [
+            engine.sleep(),
+            engine.wake_up(),
+            engine.is_sleeping(),
+            engine.get_tokenizer(),
+            collect(engine, "x", "a", PARAMS),
+        ]
         return await asyncio.wait_for(asyncio.gather(*tasks, *calls, return_exceptions=True), 60)
 
     errors = asyncio.run(run())

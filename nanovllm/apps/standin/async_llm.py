@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 from nanovllm.apps.standin.names import check_arguments, explain_missing
 from nanovllm.apps.standin.params import RequestOutputKind
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class Call:
-    """One call of `generate`, from its start on.
+    """One call of `generate`, also before its iterator is asked for the first output.
 
     Attributes:
         name: its request_id.
@@ -47,8 +48,8 @@ class AsyncLLM:
     def __init__(self, llm: "LLM") -> None:
         self._llm = llm
         self._thread = ThreadPoolExecutor(1, "engine")
-        self._calls: set[Call] = set()
-        """The calls of `generate` that have not ended."""
+        self._calls: WeakSet[Call] = WeakSet()
+        """The calls of `generate` that have not ended. An iterator holds its call, and may never be asked."""
         self._may_run = asyncio.Event()
         self._may_run.set()
 
@@ -58,10 +59,10 @@ class AsyncLLM:
 
         return cls(LLM.from_engine_args(engine_args))
 
-    async def generate(
+    def generate(
         self, prompt: Prompt, sampling_params: SamplingParams, request_id: str, **others: Any
     ) -> AsyncIterator[Output]:
-        """Yield the output of one request as it grows, as its `output_kind` says. The last one has `finished`.
+        """Return the output of one request as it grows, as its `output_kind` says. The last one has `finished`.
 
         A task that leaves the iterator early aborts its request.
 
@@ -69,9 +70,14 @@ class AsyncLLM:
             ValueError: the request is not valid. It has one completion, with text.
             RuntimeError: the engine was closed, or the step of another task has failed.
         """
-        self._llm.engine.claim.check_open()
         call = Call(request_id)
         self._calls.add(call)
+        return self._generate(call, prompt, sampling_params, others)
+
+    async def _generate(
+        self, call: Call, prompt: Prompt, sampling_params: SamplingParams, others: dict[str, Any]
+    ) -> AsyncIterator[Output]:
+        self._llm.engine.claim.check_open()
         try:
             check_arguments(type(self._llm).generate, others)
             request = self._llm.prepare(prompt, sampling_params)
@@ -87,7 +93,7 @@ class AsyncLLM:
                 has_grown = len(output.token_ids) > num_seen
                 num_seen = len(output.token_ids)
                 text += piece
-                output.request_id = request_id
+                output.request_id = call.name
                 output["text"] = piece if is_delta else text
                 output["token_ids"] = output.token_ids[first:]
                 if output.logprobs is not None:
@@ -97,7 +103,7 @@ class AsyncLLM:
                 if output.finished:
                     return
         finally:
-            self._calls.remove(call)
+            self._calls.discard(call)
             call.is_aborted = True
             if not self._llm.engine.closed:
                 self._thread.submit(self._end, [call])
@@ -105,7 +111,7 @@ class AsyncLLM:
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """End requests. The task of each gets its tokens so far, with the finish_reason "abort".
 
-        A name counts from the start of `generate`. A name that no request has changes nothing.
+        A name counts from the call of `generate`. A name that no request has changes nothing.
         """
         await asyncio.sleep(0)  # tasks that exist and have not begun call `generate` now
         names = [request_id] if isinstance(request_id, str) else [*request_id]
@@ -188,6 +194,7 @@ class AsyncLLM:
         return self._llm.engine.claim.state is State.ASLEEP
 
     async def get_tokenizer(self) -> Any:
+        self._llm.engine.claim.check_open()
         return self._llm.get_tokenizer()
 
     def shutdown(self) -> None:
