@@ -244,6 +244,8 @@ def shape_message(message: Mapping[str, Any], form: ContentForm) -> Mapping[str,
 def read_conversation(messages: Any) -> list[dict[str, Any]]:
     """Return the messages; the content of each becomes a string or a list of text parts. Other fields stay.
 
+    A field that is null is left out, for templates ask whether there is the key. A content may be null.
+
     Raises:
         ValueError: `messages` is not a conversation, or a part of a content is not text, or a role is unknown. The
             error shows the value.
@@ -253,10 +255,11 @@ def read_conversation(messages: Any) -> list[dict[str, Any]]:
         raise ValueError(f'a conversation is {quote(messages)}; it must be a list of {{"role": ..., "content": ...}}')
     conversation = []
     for i, message in enumerate(messages):
-        read = {**message, "role": ROLES[as_choice(message["role"], f"the role of message {i}", ROLES)]}
+        read = {name: value for name, value in message.items() if value is not None or name == "content"}
+        read["role"] = ROLES[as_choice(message["role"], f"the role of message {i}", ROLES)]
         if "content" in message:
             read["content"] = read_content(message["content"], i)
-        if tool_calls := read.pop("tool_calls", None):  # templates ask whether there is the key
+        if tool_calls := read.pop("tool_calls", None):  # an empty list means none, too
             read["tool_calls"] = read_tool_calls(tool_calls, i)
         if thinking := read.get("reasoning") or read.get("reasoning_content"):
             read |= {name: read.get(name) or thinking for name in REASONING}

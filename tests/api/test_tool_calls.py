@@ -56,6 +56,15 @@ def test_a_template_sees_no_calls_where_there_are_none(calls: Any) -> None:
     assert read_conversation(messages)[1] == {"role": "assistant", "content": "x"}
 
 
+def test_a_template_sees_no_field_that_is_null() -> None:
+    """openai's objects have every field, and so have other clients' messages. A content may be null."""
+    from nanovllm.features.conversations import read_conversation
+
+    nulls = dict.fromkeys(("name", "refusal", "audio", "function_call", "tool_calls", "reasoning", "tool_call_id"))
+    for message in ({"role": "assistant", "content": None}, {"role": "tool", "content": "3"}):
+        assert read_conversation([{**message, **nulls}]) == [message]
+
+
 @pytest.mark.parametrize("arguments", ["5", "null", '"x"', "[1]", 7, [1]])
 def test_arguments_that_are_no_object_are_an_error_that_names_the_message(arguments: Any) -> None:
     from nanovllm.features.conversations import read_conversation
