@@ -111,7 +111,6 @@ CODES = {"*i8": 80, "*fp8e4nv": 89}
 COUNTED = (
     "_choose_experts_kernel",
     "_sort_pairs_kernel",
-    "_few_rows_kernel",
     "_product_kernel",
 )
 """Kernels whose instructions are counted."""
@@ -236,8 +235,8 @@ def launches(models: dict[str, Model], block_sizes: tuple[int, ...], arch: int, 
     for kernel, config, types in quantized_launches(FORMATS[:2] if len(block_sizes) == 1 else FORMATS, itemsize):
         yield launch(kernel, config, **types)
     if itemsize == 2:
-        for config in few_rows_configs():
-            yield launch(few_rows._few_rows_kernel, config)
+        for config, types in few_rows_launches():
+            yield launch(product._product_kernel, config, **types)
     for (rounds, types), size in itertools.product(roundings, (3072, gate_and_mul.LARGEST_BLOCK)):
         yield launch(gate_and_mul._gate_and_mul_kernel, gate_and_mul.gate_and_mul_config(True, size, rounds), **types)
     num_chunks = -(-VOCAB_SIZE // sample.CHUNK)
@@ -254,14 +253,20 @@ def launches(models: dict[str, Model], block_sizes: tuple[int, ...], arch: int, 
         yield launch(edit_logits._edit_kernel, config, logits_ptr="*fp32")
 
 
-def few_rows_configs() -> Iterator[dict[str, int]]:
-    """Yield the constexprs of products of few rows: those of qkv, o, gate and up, down and the head of 0.6B and 8B."""
+def few_rows_launches() -> Iterator[tuple[dict[str, int], dict[str, str | None]]]:
+    """Yield the constexprs and types of products of few rows: of qkv, o, gate and up, down and the head of 0.6B, 8B."""
+    names = ("x_scales", "scales", "zeros", "tokens", "offsets", "bias", "residual")
+    absent: dict[str, str | None] = {f"{name}_ptr": None for name in names}
     for hidden, queries, intermediate in ((1024, 2048, 3072), (4096, 4096, 12288)):
-        for out_size, in_size in ((queries + 2048, hidden), (VOCAB_SIZE, hidden)):
-            yield few_rows.few_rows_config(few_rows.cut_matrix(out_size, in_size), True, False, False)
-        for in_size in (queries, intermediate):
-            yield few_rows.few_rows_config(few_rows.cut_matrix(hidden, in_size), False, True, False)
-        yield few_rows.few_rows_config(few_rows.cut_matrix(2 * intermediate, hidden), False, False, True)
+        for matrix, name in (
+            ((queries + 2048, hidden), "bias"),
+            ((VOCAB_SIZE, hidden), "bias"),
+            ((hidden, queries), "residual"),
+            ((hidden, intermediate), "residual"),
+            ((2 * intermediate, hidden), "gate"),
+        ):
+            types = {pointer: kind for pointer, kind in absent.items() if pointer != f"{name}_ptr"}
+            yield few_rows.few_rows_config(few_rows.cut_matrix(*matrix), name == "gate"), types
 
 
 Named = tuple[Any, dict[str, int], dict[str, str | None]]
@@ -287,7 +292,7 @@ def product_launch(
     has_experts = laid.weight.dim() > 2
     types: dict[str, str | None] = {} if laid.bits == 16 else {"weight_ptr": "*i8" if laid.bits == 8 else "*u8"}
     types |= {"x_ptr": "*i8", "partial_ptr": "*i32"} if laid.rounds else {"x_scales_ptr": None}
-    exists = {"scales": laid.bits < 16, "zeros": laid.zeros is not None, "bias": has_bias}
+    exists = {"scales": laid.bits < 16, "zeros": laid.zeros is not None, "bias": has_bias, "residual": False}
     exists |= {"tokens": gather, "offsets": has_experts}
     types |= {f"{name}_ptr": None for name, is_there in exists.items() if not is_there}
     config = product.product_config(laid, product.choose_tile(laid, num_rows, itemsize))

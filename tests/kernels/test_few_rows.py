@@ -11,7 +11,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from nanovllm.backends.gpu import few_rows
+from nanovllm.backends.gpu import few_rows, product
 from nanovllm.backends.gpu.few_rows import AHEAD, MAX_ROWS, FewRowsMatrix, cut_matrix, few_rows_linear
 from nanovllm.backends.gpu.triton_shim import INTERPRETED
 from nanovllm.ops.silu_and_mul import silu_and_mul_reference
@@ -89,8 +89,8 @@ def test_what_is_asked_for_ahead_is_the_program_s_first_weights(
 ) -> None:
     """Each program asks for lines of its part of its rows of W, and waits. Together they ask for all first steps."""
     done: list[np.ndarray | None] = []
-    monkeypatch.setattr(few_rows, "prefetch_lines", lambda pointers: done.append(pointers.handle.data.flatten()))
-    monkeypatch.setattr(few_rows, "wait_for_predecessor", lambda PDL: done.append(None))
+    monkeypatch.setattr(product, "prefetch_lines", lambda pointers: done.append(pointers.handle.data.flatten()))
+    monkeypatch.setattr(product, "wait_for_predecessor", lambda PDL: done.append(None))
 
     def launch(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], config: dict[str, Any]) -> None:
         kernel[grid](*args, **config, PDL=True)

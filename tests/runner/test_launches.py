@@ -73,12 +73,13 @@ def test_own_products_take_the_activation_and_the_residual_along(monkeypatch: py
                 assert operators.counts["linear"] == 4 * LAYERS + 1
                 continue
             in_layers = {name: LAYERS for name in A_LAYER if name != "_gate_and_mul_kernel"}
-            own = {"_few_rows_kernel": 4 * LAYERS, "_rms_norm_kernel": 2 * LAYERS + 1}
+            own = {"_product_kernel": 4 * LAYERS, "_rms_norm_kernel": 2 * LAYERS + 1}
             assert counts == ONCE | in_layers | own
             assert operators.counts == {"linear": 1, "embedding": 1, "index_put_": 1}
             assert len(launches) + operators.counts.total() == 261 - LAYERS
-            configs = [launch.config for launch in launches if launch.kernel.__name__ == "_few_rows_kernel"]
-            followed = Counter((config["SILU"], config["HAS_RESIDUAL"]) for config in configs)
+            products = [launch for launch in launches if launch.kernel.__name__ == "_product_kernel"]
+            residual = products[0].kernel.arg_names.index("residual_ptr")
+            followed = Counter((one.config["SILU"], one.args[residual] is not None) for one in products)
             # Those of qkv and the last down; of gate and up; of o and the other downs.
             assert followed == {(False, False): LAYERS + 1, (True, False): LAYERS, (False, True): 2 * LAYERS - 1}
 

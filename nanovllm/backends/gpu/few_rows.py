@@ -1,8 +1,9 @@
-"""Multiplies few rows by a matrix of 16 bits in Triton, with what follows the product in the same launch.
+"""Multiplies few rows by a matrix of 16 bits by the kernel of product.py, with what follows in the same launch.
 
 cuBLAS starts each product when the kernel before it has ended, and its first weights are then still in memory. These
 programs start while that kernel runs, and ask for their first weights before they wait for it: weights do not depend on
-it. Sums along K are split among programs where a matrix has few columns.
+it. Before it waits, a program touches nothing that its predecessor could write, and it loads nothing. Sums along K are
+split among programs where a matrix has few columns.
 
 A row has the same bits whatever the other rows are and however many they are. There is one tile for all numbers of
 rows, the split of a sum follows from the matrix alone, and its parts are added in their order.
@@ -18,10 +19,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nanovllm.backends.gpu.l2_cache import LINE_BYTES, prefetch_lines
-from nanovllm.backends.gpu.launch import launch, wait_for_predecessor
-from nanovllm.backends.gpu.tiles import add_parts, choose_part_steps
-from nanovllm.backends.gpu.triton_shim import tl, triton
+from nanovllm.backends.gpu.launch import launch
+from nanovllm.backends.gpu.product import _product_kernel
+from nanovllm.backends.gpu.tiles import choose_part_steps
 from nanovllm.utils.integers import ceil_div
 
 MAX_ROWS = 32
@@ -40,81 +40,6 @@ MIN_BLOCK_K = 16
 
 AHEAD = 4
 """Steps along K whose weights a program asks for before it waits for its predecessor."""
-
-
-@triton.jit(do_not_specialize=["num_rows", "part_steps"])
-def _few_rows_kernel(
-    x_ptr,
-    weight_ptr,
-    bias_ptr,
-    residual_ptr,
-    y_ptr,
-    partial_ptr,
-    arrivals_ptr,
-    in_size,
-    out_size,
-    num_rows,
-    part_steps,
-    HAS_BIAS: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
-    SILU: tl.constexpr,
-    PARTS: tl.constexpr,
-    AHEAD: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    # Grid (out_size / BLOCK_N, PARTS). A program owns part_steps steps along K of all rows and BLOCK_N columns, a tile.
-    # The last program of a tile to arrive adds the parts in their order, and leaves arrivals as it found them: zero.
-    # Of columns beyond the last one it computes others once more, and stores nothing. No input is padding.
-    # Before it waits, a program touches nothing that its predecessor could write, and it loads nothing.
-    tile = tl.program_id(0)
-    part = tl.program_id(1)
-    TYPE: tl.constexpr = y_ptr.dtype.element_ty
-    element = tl.arange(0, BLOCK_N)
-    column = tile * BLOCK_N + element
-    if SILU:
-        # Neighbours are a column of the gate and the same one of what it multiplies, which begins in the middle.
-        column = tile * (BLOCK_N // 2) + element // 2 + element % 2 * (out_size // 2)
-    weight_at = weight_ptr + (column % out_size).to(tl.int64)[:, None] * in_size
-    first = part * part_steps
-    end = min(first + part_steps, in_size // BLOCK_K)
-    if AHEAD and PDL:
-        LINE: tl.constexpr = LINE_BYTES * 8 // weight_ptr.dtype.element_ty.primitive_bitwidth
-        line = tl.arange(0, max(AHEAD * BLOCK_K // LINE, 1)) * LINE
-        prefetch_lines(weight_at + tl.minimum(first * BLOCK_K + line, end * BLOCK_K - 1)[None, :])
-    wait_for_predecessor(PDL)
-    row = tl.arange(0, BLOCK_M)
-    is_row = row < num_rows
-    k = tl.arange(0, BLOCK_K)
-    x_at = x_ptr + row[:, None] * in_size + k[None, :]
-    weight_at += k[None, :]
-    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for step in range(first, end):
-        x = tl.load(x_at + step * BLOCK_K, mask=is_row[:, None], other=0.0)
-        weight = tl.load(weight_at + step * BLOCK_K)
-        acc = tl.dot(x, tl.trans(weight), acc, input_precision="ieee")
-    acc, is_last = add_parts(acc, partial_ptr, arrivals_ptr, tile, part, PARTS, is_row[:, None])
-    if is_last:
-        if SILU:
-            size = out_size // 2
-            place = tile * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
-            gate, up = tl.split(tl.reshape(acc.to(TYPE).to(tl.float32), (BLOCK_M, BLOCK_N // 2, 2)))
-            activated = gate / (1.0 + tl.exp(-gate))
-            y = activated.to(TYPE).to(tl.float32) * up
-        else:
-            size = out_size
-            place = column
-            if HAS_BIAS:
-                acc += tl.load(bias_ptr + column, mask=column < out_size, other=0.0).to(tl.float32)[None, :]
-            y = acc
-        at = row.to(tl.int64)[:, None] * size + place[None, :]
-        exists = is_row[:, None] & (place < size)[None, :]
-        if HAS_RESIDUAL:
-            residual = tl.load(residual_ptr + at, mask=exists, other=0.0)
-            y = y.to(TYPE).to(tl.float32) + residual.to(tl.float32)
-        tl.store(y_ptr + at, y.to(TYPE), mask=exists)
 
 
 class Cut(NamedTuple):
@@ -148,18 +73,21 @@ def cut_matrix(out_size: int, in_size: int) -> Cut:
     return Cut(columns, stages, block_k, ceil_div(num_steps, part_steps), part_steps)
 
 
-def few_rows_config(cut: Cut, has_bias: bool, has_residual: bool, silu: bool) -> dict[str, int]:
-    """Return the constants to compile with.
+def few_rows_config(cut: Cut, silu: bool) -> dict[str, int]:
+    """Return the constants of `_product_kernel` to compile with.
 
     The shared memory of a multiprocessor has room for two programs, so a thread may have 128 registers. If it is not
     told, the compiler takes 48, and then spends more instructions on addresses.
     """
     return {
-        "HAS_BIAS": has_bias,
-        "HAS_RESIDUAL": has_residual,
-        "SILU": silu,
+        "BITS": 16,
+        "GROUP": 0,
+        "HAS_TAIL": False,
+        "EXPERTS": 0,
+        "BAND": 0,
         "PARTS": cut.parts,
         "AHEAD": AHEAD,
+        "SILU": silu,
         "BLOCK_M": MAX_ROWS,
         "BLOCK_N": cut.columns,
         "BLOCK_K": cut.block_k,
@@ -217,11 +145,9 @@ def few_rows_linear(
     y = torch.empty(num_rows, out_size // 2 if silu else out_size, dtype=x.dtype, device=x.device)
     num_partial = num_tiles * cut.parts * MAX_ROWS * cut.columns if cut.parts > 1 else 0
     partial = torch.empty(num_partial, dtype=torch.float32, device=x.device)
-    x = x.contiguous()
-    # Where there is no bias and no residual, x takes their place as argument. The kernel does not read it there.
-    pointers = (x, matrix.weight, x if bias is None else bias, x if residual is None else residual, y)
-    sizes = (in_size, out_size, num_rows, cut.part_steps)
-    config = few_rows_config(cut, bias is not None, residual is not None, silu)
+    weights = (matrix.weight, None, None)
+    pointers = (x.contiguous(), None, *weights, bias, residual, y, partial, matrix.arrivals, None, None)
+    sizes = (in_size, in_size, out_size, num_rows, cut.part_steps, 0, 0)
     grid = (num_tiles if num_rows else 0, cut.parts)
-    launch(_few_rows_kernel, grid, (*pointers, partial, matrix.arrivals, *sizes), config)
+    launch(_product_kernel, grid, (*pointers, *sizes), few_rows_config(cut, silu))
     return y

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from nanovllm.backends.gpu.l2_cache import LINE_BYTES, prefetch_lines
 from nanovllm.backends.gpu.launch import launch, wait_for_predecessor
 from nanovllm.backends.gpu.round_inputs import find_rounded, round_inputs
 from nanovllm.backends.gpu.tiles import MIN_STEPS, add_parts, choose_part_steps, locate_tile, place_tile, store_tile
@@ -112,6 +113,7 @@ def _product_kernel(
     scales_ptr,
     zeros_ptr,
     bias_ptr,
+    residual_ptr,
     y_ptr,
     partial_ptr,
     arrivals_ptr,
@@ -129,6 +131,9 @@ def _product_kernel(
     HAS_TAIL: tl.constexpr,
     EXPERTS: tl.constexpr,
     BAND: tl.constexpr,
+    PARTS: tl.constexpr,
+    AHEAD: tl.constexpr,
+    SILU: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -138,6 +143,16 @@ def _product_kernel(
     # product. The last program of a tile to arrive adds the parts in their order, and leaves arrivals as it found them:
     # zero. With EXPERTS the rows are pairs, those of padding are in no expert, and programs beyond the last expert's
     # tiles do nothing. Beyond the last column a program computes that one once more, and stores nothing of it.
+    # With AHEAD a program asks for the weights of so many steps, and then waits: see few_rows.py.
+    if not EXPERTS:
+        row, column = place_tile(num_rows, out_size, BAND, BLOCK_M, BLOCK_N, SILU)
+        end = num_rows
+    if AHEAD and PDL:
+        LINE: tl.constexpr = LINE_BYTES * 8 // weight_ptr.dtype.element_ty.primitive_bitwidth
+        begin = tl.program_id(1) * part_steps * BLOCK_K
+        line = tl.arange(0, max(AHEAD * BLOCK_K // LINE, 1)) * LINE
+        asked = tl.minimum(begin + line, min(begin + part_steps * BLOCK_K, in_size) - 1)
+        prefetch_lines(weight_ptr + tl.minimum(column, out_size - 1).to(tl.int64)[:, None] * row_size + asked[None, :])
     wait_for_predecessor(PDL)
     if EXPERTS:
         num_columns = tl.cdiv(out_size, BLOCK_N)
@@ -152,9 +167,6 @@ def _product_kernel(
             scales_ptr += first * num_groups
         if zeros_ptr is not None:
             zeros_ptr += first * num_groups
-    else:
-        row, column = place_tile(num_rows, out_size, BAND, BLOCK_M, BLOCK_N)
-        end = num_rows
     # Of few rows no others are loaded, or many programs would ask for one row. Of many the last one is read once more.
     is_row = row < end
     source = tl.minimum(row, end - 1)
@@ -173,7 +185,7 @@ def _product_kernel(
     for step in range(part * part_steps, min((part + 1) * part_steps, tl.cdiv(in_size, BLOCK_K))):
         if HAS_TAIL:
             x = tl.load(x_at + step * BLOCK_K, mask=is_row[:, None] & (step * BLOCK_K + k < in_size)[None, :], other=0)
-        elif BLOCK_M <= 16:
+        elif BLOCK_M <= 16 or AHEAD:
             x = tl.load(x_at + step * BLOCK_K, mask=is_row[:, None], other=0)
         else:
             x = tl.load(x_at + step * BLOCK_K)
@@ -190,7 +202,9 @@ def _product_kernel(
             acc = tl.dot(x, weight, acc, input_precision="ieee")
     is_last = True
     if not EXPERTS:
-        acc, is_last = add_parts(acc, partial_ptr, arrivals_ptr, tl.program_id(0), part, tl.num_programs(1))
+        num_parts = PARTS if PARTS else tl.num_programs(1)
+        mask = is_row[:, None] if AHEAD else None
+        acc, is_last = add_parts(acc, partial_ptr, arrivals_ptr, tl.program_id(0), part, num_parts, mask)
     if is_last:
         y = acc.to(tl.float32)
         if x_scales_ptr is not None:
@@ -199,7 +213,14 @@ def _product_kernel(
             y *= tl.load(scales_ptr + column, mask=is_column, other=0.0)[None, :]
         if bias_ptr is not None:
             y += tl.load(bias_ptr + column, mask=is_column, other=0.0).to(tl.float32)[None, :]
-        store_tile(y_ptr, y, row, end, column, out_size)
+        size = out_size
+        place = column
+        if SILU:
+            size = out_size // 2
+            place = tl.program_id(0) * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
+            gate, up = tl.split(tl.reshape(y.to(TYPE).to(tl.float32), (BLOCK_M, BLOCK_N // 2, 2)))
+            y = (gate / (1.0 + tl.exp(-gate))).to(TYPE).to(tl.float32) * up
+        store_tile(y_ptr, y, row, end, place, size, residual_ptr)
 
 
 class Laid(NamedTuple):
@@ -284,6 +305,9 @@ def product_config(laid: Laid, tile: Tile) -> dict[str, int]:
         "HAS_TAIL": laid.in_size % step > 0,
         "EXPERTS": next_power_of_2(len(laid.weight)) if laid.weight.dim() > 2 else 0,
         "BAND": BAND,
+        "PARTS": 0,
+        "AHEAD": 0,
+        "SILU": False,
         "BLOCK_M": tile.rows,
         "BLOCK_N": tile.columns,
         "BLOCK_K": step,
@@ -358,7 +382,7 @@ def product(
     offsets = None if routing is None else routing.offsets
     weights = (laid.weight, laid.scales, laid.zeros)
     num_groups = 0 if laid.scales is None else laid.scales.shape[-2]
-    pointers = (inputs, input_scales, *weights, bias, y, sums, arrivals, tokens, offsets)
+    pointers = (inputs, input_scales, *weights, bias, None, y, sums, arrivals, tokens, offsets)
     sizes = (laid.in_size, row_size, out_size, num_rows, part_steps, num_groups, num_experts)
     launch(_product_kernel, (num_tiles, parts), (*pointers, *sizes), config)
     return y

@@ -14,11 +14,21 @@ def choose_part_steps(num_steps: int, num_tiles: int, min_programs: int) -> int:
 
 
 @triton.jit
-def place_tile(num_rows, out_size, BAND: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def place_tile(
+    num_rows, out_size, BAND: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SILU: tl.constexpr
+):
     """Return the numbers of the rows and columns of a program's tile. Those beyond the last ones are too large.
 
-    Tiles go by bands of BAND tiles of rows, and within a band rows fastest. So what a band reads stays in L2.
+    Tiles go by bands of BAND tiles of rows, and within a band rows fastest. So what a band reads stays in L2. If BAND
+    is 0, one tile has all rows; with SILU, neighbours are a column of the gate and the same one of what it multiplies,
+    which begins in the middle.
     """
+    if not BAND:
+        element = tl.arange(0, BLOCK_N)
+        column = tl.program_id(0) * BLOCK_N + element
+        if SILU:
+            column = tl.program_id(0) * (BLOCK_N // 2) + element // 2 + element % 2 * (out_size // 2)
+        return tl.arange(0, BLOCK_M), column
     band_size = BAND * tl.cdiv(out_size, BLOCK_N)
     first = tl.program_id(0) // band_size * BAND
     height = min(tl.cdiv(num_rows, BLOCK_M) - first, BAND)
@@ -79,7 +89,11 @@ def add_parts(acc, partial_ptr, arrivals_ptr, tile, part, num_parts, mask=None):
 
 
 @triton.jit
-def store_tile(y_ptr, y, row, end, column, out_size):
-    """Store a tile in y's type: its rows before `end`, and the columns that exist."""
-    y_at = y_ptr + row.to(tl.int64)[:, None] * out_size + column[None, :]
-    tl.store(y_at, y.to(y_ptr.dtype.element_ty), mask=(row < end)[:, None] & (column < out_size)[None, :])
+def store_tile(y_ptr, y, row, end, column, out_size, residual_ptr=None):
+    """Store a tile in y's type: its rows before `end`, and the columns that exist. Rounded, it gets the residual."""
+    TYPE: tl.constexpr = y_ptr.dtype.element_ty
+    at = row.to(tl.int64)[:, None] * out_size + column[None, :]
+    exists = (row < end)[:, None] & (column < out_size)[None, :]
+    if residual_ptr is not None:
+        y = y.to(TYPE).to(tl.float32) + tl.load(residual_ptr + at, mask=exists, other=0.0).to(tl.float32)
+    tl.store(y_ptr + at, y.to(TYPE), mask=exists)
