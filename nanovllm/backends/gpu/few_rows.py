@@ -122,32 +122,24 @@ class FewRowsMatrix:
         Args:
             residual: [n, out], contiguous.
         """
-        return few_rows_linear(x, self, bias, residual, silu=False)
+        return self._launch(x, bias, residual, silu=False)
 
     def multiply_gated(self, x: Tensor) -> Tensor:
         """x [n, in] -> silu_and_mul(x W^T) [n, out / 2]: the first half of W's rows are the gate's."""
-        return few_rows_linear(x, self, None, None, silu=True)
+        return self._launch(x, None, None, silu=True)
 
-
-def few_rows_linear(
-    x: Tensor, matrix: FewRowsMatrix, bias: Tensor | None, residual: Tensor | None, silu: bool
-) -> Tensor:
-    """Launch the product of x [n, in], and what follows it, in one kernel.
-
-    Args:
-        silu: do what `multiply_gated` does, in place of what `multiply` does.
-    """
-    num_rows = len(x)
-    assert num_rows <= MAX_ROWS, f"{num_rows} rows, and a tile has {MAX_ROWS}"
-    out_size, in_size = matrix.weight.shape
-    cut = matrix.cut
-    num_tiles = len(matrix.arrivals)
-    y = torch.empty(num_rows, out_size // 2 if silu else out_size, dtype=x.dtype, device=x.device)
-    num_partial = num_tiles * cut.parts * MAX_ROWS * cut.columns if cut.parts > 1 else 0
-    partial = torch.empty(num_partial, dtype=torch.float32, device=x.device)
-    weights = (matrix.weight, None, None)
-    pointers = (x.contiguous(), None, *weights, bias, residual, y, partial, matrix.arrivals, None, None)
-    sizes = (in_size, in_size, out_size, num_rows, cut.part_steps, 0, 0)
-    grid = (num_tiles if num_rows else 0, cut.parts)
-    launch(_product_kernel, grid, (*pointers, *sizes), few_rows_config(cut, silu))
-    return y
+    def _launch(self, x: Tensor, bias: Tensor | None, residual: Tensor | None, silu: bool) -> Tensor:
+        num_rows = len(x)
+        assert num_rows <= MAX_ROWS, f"{num_rows} rows, and a tile has {MAX_ROWS}"
+        out_size, in_size = self.weight.shape
+        cut = self.cut
+        num_tiles = len(self.arrivals)
+        y = torch.empty(num_rows, out_size // 2 if silu else out_size, dtype=x.dtype, device=x.device)
+        num_partial = num_tiles * cut.parts * MAX_ROWS * cut.columns if cut.parts > 1 else 0
+        partial = torch.empty(num_partial, dtype=torch.float32, device=x.device)
+        weights = (self.weight, None, None)
+        pointers = (x.contiguous(), None, *weights, bias, residual, y, partial, self.arrivals, None, None)
+        sizes = (in_size, in_size, out_size, num_rows, cut.part_steps, 0, 0)
+        grid = (num_tiles if num_rows else 0, cut.parts)
+        launch(_product_kernel, grid, (*pointers, *sizes), few_rows_config(cut, silu))
+        return y
