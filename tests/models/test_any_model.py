@@ -952,10 +952,15 @@ def test_a_cap_of_0_that_a_class_has_by_itself_means_none() -> None:
     AnyDecoder(make_config("LagunaForCausalLM"))
 
 
-def test_a_large_mixture_that_the_kernels_do_not_compute_is_refused(
+def test_a_large_mixture_is_refused_if_and_only_if_the_kernels_do_not_compute_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = save_any(tmp_path, "OlmoeForCausalLM")
+    with monkeypatch.context() as patch:
+        patch.setattr(layers, "MOST_COPIED_EXPERTS", 0)
+        last_built.clear()
+        with LLM(tmp_path, **OPTIONS) as llm:
+            assert compare(model, llm).num_equal == 216
     monkeypatch.setattr("nanovllm.features.families.any_causal.experts.is_mixture", lambda _: False)
     last_built.clear()
     with LLM(tmp_path, **OPTIONS) as llm:
