@@ -21,19 +21,22 @@ from helpers.paths import ROOT
 from helpers.quantized import CHECKPOINTS, round_rows, run, save_quantised, save_with
 from helpers.tiny import CROWDED, draw_prompts, edit_json, make_tokenizer, save_random
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import masking_utils
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.gemma import modeling_gemma
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.backends import Backend
 from nanovllm.backends.cpu.backend import CpuBackend
 from nanovllm.features.families.any_causal import attend, building, config, decoder, layers, proof
 from nanovllm.features.families.any_causal.decoder import AnyDecoder, last_built
+from nanovllm.features.families.any_causal.experts import GroupedExperts
 from nanovllm.features.families.any_causal.whole import WholeAttention
 from nanovllm.models.model_config import OTHERS, find_family, load_model_config, read_values
 
@@ -969,6 +972,38 @@ def test_a_large_mixture_is_refused_if_and_only_if_the_kernels_do_not_compute_it
     last_built.clear()
     with pytest.raises(ValueError, match=r"its mixture of 8 experts.*more than 7 experts take too much memory"):
         LLM(tmp_path, **OPTIONS)
+
+
+def test_padding_has_no_expert_and_disturbs_no_token() -> None:
+    """With biases, which each pair takes from its expert."""
+    torch.manual_seed(0)
+    theirs = GptOssExperts(make_config("GptOssForCausalLM"))
+    ours = GroupedExperts(theirs, Backend())
+    for _, target in ours.weight_targets("", ()):
+        target.view.normal_()
+    x = torch.randn(3, theirs.hidden_size)
+    experts = torch.tensor([[0, 1], [theirs.num_experts] * 2, [theirs.num_experts - 1, 0]])
+    weights = torch.rand(3, 2)
+    found = ours(x, experts, weights)
+    assert torch.equal(found[[0, 2]], ours(x[[0, 2]], experts[[0, 2]], weights[[0, 2]]))
+
+
+def test_a_stack_multiplies_what_each_call_gives_it() -> None:
+    """Also if it is the tensor of the last call, which has other values by now."""
+    matrices = [nn.Linear(4, size, bias=False) for size in (3, 2, 1)]
+    stack = layers.Stack(matrices, ("q_proj", "k_proj", "v_proj"))
+    stack.weight.copy_(torch.cat([matrix.weight for matrix in matrices]).detach())
+    stack.backend = Backend()
+    last = layers.LastProduct()
+    shares = [layers.Share(stack, number, last) for number in range(3)]
+    x = torch.randn(5, 4)
+    for order in ((0, 1, 2), (2, 0, 1)):
+        for number in order:
+            torch.testing.assert_close(shares[number](x), matrices[number](x))
+        x.mul_(-2)
+    other = torch.randn(2, 4)
+    for number, given in ((0, x), (0, other), (1, x), (1, other)):  # in any order
+        torch.testing.assert_close(shares[number](given), matrices[number](given))
 
 
 def test_a_model_is_built_once_for_an_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

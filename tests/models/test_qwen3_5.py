@@ -254,6 +254,8 @@ def test_quantised_weights_leave_room_for_more_states(monkeypatch: pytest.Monkey
     rows = count_rows_that_fit(on_gpu, weights, sizes.row_bytes(torch.bfloat16))
     assert rows == fit_rows((12 << 30) - weights, sizes.row_bytes(torch.bfloat16))
     assert rows > count_rows_that_fit(on_gpu, sizes.weight_bytes(torch.bfloat16), sizes.row_bytes(torch.bfloat16))
+    share = count_rows_that_fit(replace(on_gpu, num_devices=2), weights // 2, sizes.row_bytes(torch.bfloat16))
+    assert share == fit_rows((12 << 30) - weights // 2, sizes.row_bytes(torch.bfloat16) // 2), "one of two GPUs"
     estimates = [estimate(config, options, 12 << 30) for options in (dense, int8)]
     assert estimates[1].memory.weights == weights
     assert estimates[0].config.max_num_seqs < estimates[1].config.max_num_seqs < 512
