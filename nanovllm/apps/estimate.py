@@ -20,11 +20,12 @@ from nanovllm.engine.llm_engine import ModelFacts
 from nanovllm.features.diagnosis import explain
 from nanovllm.features.distributed.stage_decoder import make_stage_decoder
 from nanovllm.features.distributed.stages import choose_stages
+from nanovllm.features.gguf.files import find_gguf
 from nanovllm.features.shapes import PRESETS, preset_config
 from nanovllm.llm import LLM
 from nanovllm.load import assemble, make_quantizer, read_default_params, resolve_options
 from nanovllm.models.decoder import find_decoder
-from nanovllm.models.hub import CONFIGS, QUANTIZATION_CONFIGS, TOKENIZER, as_path, download, find_folder
+from nanovllm.models.hub import CONFIGS, QUANTIZATION_CONFIGS, TOKENIZER, as_path, download, find_folder, is_gguf
 from nanovllm.models.model_config import load_model_config, read_json
 from nanovllm.models.model_folder import ModelFolder
 from nanovllm.models.sizes import Sizes
@@ -58,7 +59,7 @@ def fetch_config(model: str, model_impl: str = "auto") -> "PretrainedConfig":
     """Return the configuration of a shape, a folder, a config.json or a Hugging Face id.
 
     Of an id only config.json is fetched, with the settings of quantisation that older tools keep beside it. Nothing is
-    fetched if the id names a shape, as Qwen/Qwen3-8B does.
+    fetched if the id names a shape, as Qwen/Qwen3-8B does, nor of a model in GGUF, which must be in the cache.
 
     Args:
         model_impl: the option: whose code computes the model.
@@ -71,6 +72,9 @@ def fetch_config(model: str, model_impl: str = "auto") -> "PretrainedConfig":
         shape = model.rpartition("/")[2].lower()
         if model.lower() in (shape, PRESETS.get(shape, "").lower()) and shape in PRESETS and not path.exists():
             return load_model_config(preset_config(shape), f"preset {shape}", model_impl)
+        if is_gguf(model):
+            found = find_gguf(model, downloads=False)
+            return load_model_config(found.config, found.source, model_impl)
         if not path.is_file():
             folder = ModelFolder(find_folder(model) or download(model, ["config.json", *QUANTIZATION_CONFIGS]))
             return load_model_config(folder.config, folder.source, model_impl)

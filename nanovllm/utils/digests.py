@@ -9,6 +9,7 @@ import xxhash
 ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
 """The files of a LoRA adapter."""
 
+BYTES_AT_A_TIME = 1 << 22
 MAX_HEADER = 100_000_000  # bytes: safetensors' own limit
 
 
@@ -30,6 +31,20 @@ def digest_files(folder: Path, patterns: Sequence[str], with_tensors: bool) -> s
             digest.update(f"{path.name}/{path.stat().st_size}/{len(content)}/".encode() + content)
     except OSError as error:
         raise ValueError(f"{folder} cannot be read: {error}") from error
+    return digest.hexdigest()
+
+
+def digest_contents(paths: Sequence[Path]) -> str:
+    """Return a hexadecimal digest of all bytes of some files; ValueError if one cannot be read."""
+    digest = xxhash.xxh3_128()
+    try:
+        for path in paths:
+            digest.update(f"{path.name}/{path.stat().st_size}/".encode())
+            with open(path, "rb") as file:
+                while part := file.read(BYTES_AT_A_TIME):
+                    digest.update(part)
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
     return digest.hexdigest()
 
 

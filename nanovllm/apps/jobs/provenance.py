@@ -4,7 +4,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nanovllm.utils.digests import digest_adapter, digest_files
+from nanovllm.utils.digests import digest_adapter, digest_contents, digest_files
 from nanovllm.version import __version__
 
 if TYPE_CHECKING:
@@ -12,6 +12,23 @@ if TYPE_CHECKING:
 
 MODEL = ("*.json", "*.txt", "*.jinja", "*.safetensors", "*_Pooling/*.json", "*_Dense/*.json", "*_Dense/*.safetensors")
 """The files that configure a model, its tokenizer, its chat template and its vectors, and its shards."""
+
+
+def digest_model(origin: Path | str, files: list[Path]) -> str:
+    """Return what tells a model from others: a digest of its files, or the name of a preset.
+
+    Of a folder the headers of the files of tensors count, because tools that change a model change them, too. A model
+    in GGUF is made again by the same tool with other numbers under an equal header, so all bytes count.
+
+    Args:
+        origin: a folder, the file of a model in GGUF, or a preset.
+        files: those of the checkpoint.
+    """
+    if isinstance(origin, str):
+        return origin
+    if origin.is_file():
+        return digest_contents(files or [origin])
+    return digest_files(origin, MODEL, with_tensors=False)
 
 
 def read_provenance(engine: "LLMEngine") -> dict[str, str]:
@@ -28,7 +45,7 @@ def read_provenance(engine: "LLMEngine") -> dict[str, str]:
     if config.quantization is not None:
         optional["quantization"] = config.quantization
     return {
-        "model": digest_files(origin, MODEL, with_tensors=False) if isinstance(origin, Path) else origin,
+        "model": digest_model(origin, [path for path, *_ in engine.facts.stamps]),
         **optional,
         "dtype": config.dtype,
         "device": config.device.split(":")[0],

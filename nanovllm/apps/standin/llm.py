@@ -19,6 +19,8 @@ from nanovllm.apps.standin.params import PoolingParams, RequestOutputKind, Sampl
 from nanovllm.config import EngineConfig
 from nanovllm.engine.claim import State
 from nanovllm.engine.sequence import Request
+from nanovllm.features.gguf.model import GgufModel
+from nanovllm.models.hub import is_gguf
 from nanovllm.models.model_folder import ModelFolder
 from nanovllm.outputs import Embedding
 from nanovllm.text.prompts import list_prompts, tokenise_prompts
@@ -31,7 +33,8 @@ class LLM(nanovllm.LLM):
     def __init__(self, model: Any, **options: Any) -> None:
         super().__init__(model, **options)
         if not (facts := self.engine.facts).refused_defaults:
-            found = ModelFolder(Path(facts.origin)).generation
+            folder = GgufModel if is_gguf(str(facts.origin)) else ModelFolder
+            found = folder(Path(facts.origin)).generation
             self.engine.facts = replace(facts, default_params=SamplingParams.from_generation_config(found))
 
     @classmethod

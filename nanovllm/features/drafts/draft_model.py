@@ -41,6 +41,7 @@ from nanovllm.engine.scheduled_step import ScheduledStep
 from nanovllm.engine.sequence import Sequence
 from nanovllm.features.drafts.costs import PlanRunner
 from nanovllm.models.headers import fit_to_checkpoint
+from nanovllm.models.hub import is_gguf
 from nanovllm.models.model_config import limit_length, load_model_config
 from nanovllm.models.model_folder import ModelFolder
 from nanovllm.models.sizes import Sizes
@@ -149,6 +150,10 @@ def read_draft(config: ResolvedConfig) -> tuple[ResolvedConfig, "PretrainedConfi
     draft = config.draft or {}
     own = ResolvedConfig(**draft["config"] | {"device": config.device})
     folder = None if draft["folder"] is None else ModelFolder(Path(draft["folder"]))
+    if folder is not None and is_gguf(draft["folder"]):
+        from nanovllm.features.gguf.model import GgufModel
+
+        folder = GgufModel(folder.path)
     return own, load_model_config(draft["hf_config"], own.model, own.model_impl), folder
 
 

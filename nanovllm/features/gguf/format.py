@@ -20,9 +20,13 @@ class GgufFormat(Format):
 
     Attributes:
         types: {name of a matrix: its type}, of those that become codes. "*" stands for an expert's number.
+        num_bytes: those of all tensors in the file.
+        widened: {type: weights and bytes of all matrices of it}, of the types that are dequantised while they are read.
     """
 
     types: Mapping[str, str] = field(default_factory=dict)
+    num_bytes: int = 0
+    widened: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
     def find_tensors(self, prefix: str, names: Collection[str], *shape: int) -> RawTensors:
         kind = next((kind for kind in BLOCK_TYPES if f"{prefix}.{kind}" in names), None)
@@ -46,7 +50,17 @@ class GgufFormat(Format):
     def describe(self, dtype: str) -> str:
         found = Counter(self.types.values()).most_common()
         kinds = ", ".join(kind for kind, _ in found) or "no quantised matrix"
-        return f"GGUF's own types ({kinds}), the rest in {dtype}"
+        return f"GGUF's types ({kinds}; {self.num_bytes / 2**30:.2f} GiB in the file), the rest in {dtype}"
+
+    def describe_cost(self, dtype: str) -> str:
+        if not self.widened:
+            return ""
+        weights, num_bytes = (sum(sizes) for sizes in zip(*self.widened.values(), strict=True))
+        here = weights * getattr(torch, dtype).itemsize
+        return (
+            f"the matrices of {', '.join(self.widened)} become {dtype} while they are read, and take "
+            f"{here / 2**30:.2f} GiB in place of {num_bytes / 2**30:.2f} in the file; Q4_K and IQ4_XS stay as they are"
+        )
 
 
 def star_expert(name: str) -> str:
@@ -57,11 +71,13 @@ def star_expert(name: str) -> str:
 
 @cache
 def count_block_bytes(kind: str) -> int:
-    """Return the memory of the codes, scales and minima of one block."""
+    """Return the memory of the codes, scales and minima of one block, as the C++ kernels have them."""
     codes = read_codes(torch.zeros(BLOCK_TYPES[kind].num_bytes, dtype=torch.uint8), kind, 1)
-    return sum(tensor.nbytes for tensor in codes.list_tensors())
+    _, *others = codes.list_tensors()
+    return codes.in_features * codes.bits // 8 + sum(tensor.nbytes for tensor in others)
 
 
 def read_format(data: Mapping[str, Any]) -> GgufFormat:
     """Return the format that the quantization_config of a `GgufModel` describes."""
-    return GgufFormat("gguf", bits=8, group_size=16, quantizes_head=True, types=data["types"])
+    own = {name: data[name] for name in ("types", "num_bytes", "widened")}
+    return GgufFormat("gguf", bits=8, group_size=16, quantizes_head=True, **own)

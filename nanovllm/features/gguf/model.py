@@ -1,5 +1,6 @@
 """A model in GGUF, in the place of a model's folder: what the engine asks of a folder's files, a GGUF file says."""
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
@@ -10,7 +11,7 @@ from nanovllm.engine.pooling import Pooling
 from nanovllm.features.gguf.format import star_expert
 from nanovllm.features.gguf.metadata import find_architecture, read_config, read_generation
 from nanovllm.features.gguf.reader import GgufFile
-from nanovllm.features.gguf.tensors import CODED, Named, TensorFile, name_tensors
+from nanovllm.features.gguf.tensors import CODED, FLOATS, Named, TensorFile, name_tensors
 from nanovllm.features.gguf.tokenizer import build_tokenizer
 from nanovllm.models.model_folder import ModelFolder
 from nanovllm.text.tokenizer import Tokenizer
@@ -45,7 +46,14 @@ class GgufModel(ModelFolder):
         names = name_tensors(self.file, find_architecture(self.file)[1], config)
         types = {star_expert(name).rpartition(".")[0]: one.place.type_name for name, one in names.items()}
         coded = {name: kind for name, kind in types.items() if kind in CODED}
-        return config | {"quantization_config": {"quant_method": "gguf", "types": coded}}
+        widened: dict[str, tuple[int, int]] = {}
+        for place in self.file.tensors.values():
+            if place.type_name not in CODED and place.type_name not in FLOATS:
+                weights, num_bytes = widened.get(place.type_name, (0, 0))
+                widened[place.type_name] = (weights + math.prod(place.shape), num_bytes + place.num_bytes)
+        num_bytes = sum(place.num_bytes for place in self.file.tensors.values())
+        own = {"quant_method": "gguf", "types": coded, "num_bytes": num_bytes, "widened": widened}
+        return config | {"quantization_config": own}
 
     def find_settings(self) -> None:
         return None

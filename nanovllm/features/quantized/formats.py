@@ -96,6 +96,14 @@ class Format:
         groups = "rows" if self.group_size is None else f"groups of {self.group_size}"
         return f"{self.bits} bits ({self.name}, {groups}), embeddings in {dtype}"
 
+    def describe_cost(self, dtype: str) -> str:
+        """Return what a user should know of matrices that take more memory here than in the checkpoint; "" if none do.
+
+        Args:
+            dtype: the dtype of what is not quantised.
+        """
+        return ""
+
     def round(self, weight: Tensor) -> Codes:
         """Quantise weights [..., out, in] by rounding. Dummy weights get their codes in this way."""
         if self.group_size is None and self.bits == 8:

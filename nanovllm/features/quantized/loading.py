@@ -85,6 +85,8 @@ class ModelQuantizer:
                 "the checkpoint's scales of activations are not used: %s computes others for each token",
                 self.format.name,
             )
+        if cost := self.format.describe_cost(self._config.dtype):
+            logger.warning("%s", cost)
         self._find_operators().warn(self.format)
 
     def _find_operators(self) -> MatrixOperators:

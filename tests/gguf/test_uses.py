@@ -1,0 +1,141 @@
+"""A model in GGUF stands wherever a folder stands: in commands, jobs, drafts, sleep and estimates."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.gguf_models import save_gguf
+from helpers.tiny import SMALL, draw_prompts, greedy
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.inputs import LoRARequest
+
+gguf = pytest.importorskip("gguf")
+
+OPTIONS = SMALL | {"device": "cpu", "attention_backend": "torch"}
+PROMPTS = draw_prompts([5, 33, 64])
+PARAMS = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+
+
+def say(llm: LLM) -> list[list[int]]:
+    return [output["token_ids"] for output in llm.generate(PROMPTS, PARAMS, use_tqdm=False)]
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("gguf") / "model.gguf"
+    save_gguf(path, types=lambda name: "Q6_K" if "attn_v" in name or "embd" in name else "Q4_K")
+    return path
+
+
+@pytest.fixture(scope="module")
+def tokens(path: Path) -> list[list[int]]:
+    with LLM(path, **OPTIONS) as llm:
+        return say(llm)
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int8-dynamic", "w8a8", "awq"])
+def test_another_quantisation_is_refused_by_name(path: Path, quantization: str) -> None:
+    with pytest.raises(ValueError, match=rf"quantization is '{quantization}', and the checkpoint .*gguf"):
+        LLM(path, quantization=quantization, **OPTIONS)
+
+
+def test_adapters_and_new_weights_are_refused_as_for_awq(path: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="the checkpoint is quantised already: an adapter"):
+        LLM(path, lora=str(tmp_path), **OPTIONS)
+    with LLM(path, quantization="gguf", **OPTIONS) as llm:
+        with pytest.raises(ValueError, match=r"the checkpoint is quantised already \(gguf\)"):
+            llm.generate(PROMPTS, PARAMS, lora_request=LoRARequest("one", 1, str(tmp_path)))
+        with pytest.raises(RuntimeError, match=r"the engine's checkpoint is quantised \(gguf\)"):
+            llm.load_weights([("model.norm.weight", torch.ones(256))])
+
+
+def test_who_sleeps_reads_the_file_again(path: Path, tokens: list[list[int]]) -> None:
+    with LLM(path, **OPTIONS) as llm:
+        llm.sleep(level=2)
+        llm.wake_up()
+        assert say(llm) == tokens
+
+
+def test_a_draft_model_in_gguf_changes_no_token(path: Path, tokens: list[list[int]]) -> None:
+    with LLM(path, speculative_config={"model": str(path), "num_speculative_tokens": 2}, **OPTIONS) as llm:
+        assert say(llm) == tokens
+
+
+def test_random_weights_need_no_more_than_the_header(path: Path) -> None:
+    with LLM(path, load_format="dummy", **OPTIONS) as llm:
+        assert [len(ids) for ids in say(llm)] == [8, 8, 8]
+
+
+def test_a_job_notices_that_a_number_of_any_part_has_changed(tmp_path: Path) -> None:
+    from nanovllm.apps.jobs.provenance import read_provenance
+
+    save_gguf(tmp_path / "m.gguf", types="Q8_0", num_files=2)
+    parts = sorted(tmp_path.glob("m-*.gguf"))
+    assert len(parts) == 2
+    digests = []
+    for part in (None, *parts):
+        if part is not None:
+            data = bytearray(part.read_bytes())
+            data[-40] ^= 1
+            part.write_bytes(data)
+        with LLM(parts[0], **OPTIONS) as llm:
+            digests.append(read_provenance(llm.engine)["model"])
+    assert len(set(digests)) == 3
+
+
+def test_a_split_file_says_what_the_whole_one_says(tmp_path: Path) -> None:
+    whole = save_gguf(tmp_path / "m.gguf", types="Q8_0", num_files=3)
+    for part in sorted(tmp_path.glob("m-*.gguf"))[::2]:
+        with LLM(part, **OPTIONS) as llm:
+            assert say(llm) == [greedy(whole, prompt, 8) for prompt in PROMPTS]
+
+
+def test_an_estimate_has_the_bytes_of_the_file(tmp_path: Path) -> None:
+    """It says those of the tensors, and the memory that they take: Q4_K's scales of 6 bits have a byte each here."""
+    from nanovllm.apps.estimate import estimate, fetch_config
+    from nanovllm.config import EngineConfig
+
+    for types in ("Q8_0", "Q4_K", "Q6_K", "IQ4_XS", "F16"):
+        path = tmp_path / f"{types}.gguf"
+        save_gguf(path, types=types)
+        asked = EngineConfig.from_options(str(path), {"device": "cpu", "dtype": "float16"})
+        found = estimate(fetch_config(str(path)), asked, 64 << 30)
+        size = path.stat().st_size
+        assert found.memory.weights == pytest.approx(size, rel=0.03), types
+        (told,) = re.findall(r"; (\S+) GiB in the file", found.format)
+        assert float(told) == pytest.approx(size / 2**30, rel=0.02, abs=0.005)
+
+
+@pytest.mark.parametrize("command", ["doctor", "estimate"])
+def test_commands_take_a_file(path: Path, command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    from nanovllm.apps.cli import main
+
+    options = ["--device", "cpu", "--memory", "8GB"] if command == "estimate" else []
+    assert main([command, str(path), *options]) == 0
+    assert re.search("natively", capsys.readouterr().out)
+
+
+def test_a_job_runs(path: Path, tmp_path: Path) -> None:
+    from nanovllm.apps.cli import main
+
+    line: dict[str, Any] = {"custom_id": "1", "method": "POST", "url": "/v1/completions"}
+    line["body"] = {"model": "m", "prompt": PROMPTS[0], "max_tokens": 4, "temperature": 0}
+    (tmp_path / "in.jsonl").write_text(json.dumps(line) + "\n")
+    command = ["run-batch", "-i", str(tmp_path / "in.jsonl"), "-o", str(tmp_path / "out.jsonl")]
+    options = ["--model", str(path), "--served-model-name", "m", "--dtype", "float32", "--max-model-len", "112"]
+    assert main([*command, *options]) == 0
+    assert json.loads((tmp_path / "out.jsonl").read_text())["response"]["status_code"] == 200
+
+
+def test_pooling_is_that_of_the_metadata(tmp_path: Path) -> None:
+    for kind, mode in ((3, "last"), (1, "mean"), (2, "first")):
+        save_gguf(tmp_path / f"{mode}.gguf", metadata={"qwen3.pooling_type": kind})
+        with LLM(tmp_path / f"{mode}.gguf", **OPTIONS) as llm:
+            assert llm.engine.facts.pooling.mode == mode
+    save_gguf(tmp_path / "rank.gguf", metadata={"qwen3.pooling_type": 4})
+    with LLM(tmp_path / "rank.gguf", **OPTIONS) as llm, pytest.raises(ValueError, match="ranks texts"):
+        llm.embed(PROMPTS)
