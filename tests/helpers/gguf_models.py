@@ -91,6 +91,13 @@ def describe(architecture: str, config: Any) -> dict[str, Any]:
     return {f"{architecture}.{key}": value for key, value in found.items()}
 
 
+def find_kind(value: Any) -> Any:
+    """Return the type of a value in metadata. llama.cpp has whole numbers without a sign."""
+    import gguf
+
+    return gguf.GGUFValueType.UINT32 if type(value) is int else gguf.GGUFValueType.get_type(value)
+
+
 def save_gguf(
     path: Path,
     architecture: str = "qwen3",
@@ -125,8 +132,8 @@ def save_gguf(
     writer = gguf.GGUFWriter(path, architecture, **limit)
     for key, value in (describe(architecture, config) | dict(metadata or {})).items():
         if value is not None:
-            item = gguf.GGUFValueType.get_type(value[0]) if isinstance(value, list) else None
-            writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value), item)
+            item = find_kind(value[0]) if isinstance(value, list) else None
+            writer.add_key_value(key, value, find_kind(value), item)
 
     def add(name: str, parameter: torch.Tensor, heads: int = 0, plus: float = 0.0) -> None:
         """Write a tensor, and give the model the numbers that the file has."""

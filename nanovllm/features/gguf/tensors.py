@@ -12,6 +12,7 @@ from torch import Tensor
 from nanovllm.features.gguf.blocks import BLOCK_TYPES
 from nanovllm.features.gguf.metadata import DIVISORS, LONG_FACTORS, SHORT_FACTORS, Architecture
 from nanovllm.features.gguf.reader import GgufFile, Place, import_gguf
+from nanovllm.models.config_sizes import MOST
 from nanovllm.utils.checks import quote
 
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -61,12 +62,12 @@ def name_tensors(file: GgufFile, architecture: Architecture, config: Mapping[str
         if own is None or kind not in ("weight", "bias"):
             raise ValueError(f"{what} is not read here; the model would say something else")
         path = f"model.layers.{int(match[1])}.{own}" if match else own
+        experts: list[int | None] = [None]
         if "*" in path:
-            experts: list[int | None] = list(range(place.shape[0]))
-            if len(place.shape) != 3:
-                raise ValueError(f"{what} has shape {list(place.shape)}; the experts' have three dimensions")
-        else:
-            experts = [None]
+            count = config["num_experts"]
+            if len(place.shape) != 3 or place.shape[0] != count or count > MOST["num_experts"]:
+                raise ValueError(f"{what} has shape {list(place.shape)}; the metadata has {count} experts")
+            experts = list(range(count))
         named = Named(place, find_order(architecture, match[2] if match else "", config, place))
         if architecture.has_folded_norms and owner.endswith("norm"):
             named = named._replace(plus=-1.0)
