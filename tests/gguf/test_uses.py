@@ -5,11 +5,13 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from helpers.gguf_models import save_gguf
+from helpers.gguf_models import draw_matrix, save_gguf
 from helpers.tiny import SMALL, draw_prompts, greedy
 
+from benchmarks.evidence.bench_loading import measure
 from nanovllm import LLM, SamplingParams
 from nanovllm.inputs import LoRARequest
 
@@ -139,3 +141,54 @@ def test_pooling_is_that_of_the_metadata(tmp_path: Path) -> None:
     save_gguf(tmp_path / "rank.gguf", metadata={"qwen3.pooling_type": 4})
     with LLM(tmp_path / "rank.gguf", **OPTIONS) as llm, pytest.raises(ValueError, match="ranks texts"):
         llm.embed(PROMPTS)
+
+
+def write_large(path: Path, types: dict[str, str]) -> int:
+    """Write a model whose head and embedding are its largest matrices; returns the bytes of one with 16 bits."""
+    sizes = {"block_count": 6, "embedding_length": 2048, "feed_forward_length": 6144, "context_length": 128}
+    sizes |= {"attention.head_count": 16, "attention.head_count_kv": 8, "attention.key_length": 128}
+    vocab = 32768
+    writer = gguf.GGUFWriter(path, "llama")
+    for key, value in sizes.items():
+        writer.add_uint32(f"llama.{key}", value)
+    writer.add_float32("llama.attention.layer_norm_rms_epsilon", 1e-6)
+    rng = np.random.default_rng(0)
+
+    def add(name: str, *shape: int) -> None:
+        type_name = types.get(name.split(".")[-2], types[""]) if len(shape) > 1 else "F32"
+        values = np.ones(shape, np.float32) if type_name == "F32" else np.zeros(shape, np.float16)
+        raw = values if type_name == "F32" else draw_matrix(type_name, values, rng, 0.02)
+        writer.add_tensor(name, raw, raw_dtype=gguf.GGMLQuantizationType[type_name])
+
+    add("token_embd.weight", vocab, 2048)
+    for block in range(6):
+        for name, *shape in (("attn_q", 2048, 2048), ("attn_k", 1024, 2048), ("attn_v", 1024, 2048)):
+            add(f"blk.{block}.{name}.weight", *shape)
+        for name, *shape in (("attn_output", 2048, 2048), ("ffn_gate", 6144, 2048), ("ffn_up", 6144, 2048)):
+            add(f"blk.{block}.{name}.weight", *shape)
+        add(f"blk.{block}.ffn_down.weight", 2048, 6144)
+        add(f"blk.{block}.attn_norm.weight", 2048)
+        add(f"blk.{block}.ffn_norm.weight", 2048)
+    add("output_norm.weight", 2048)
+    add("output.weight", vocab, 2048)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return vocab * 2048 * 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("types", [{"": "Q4_K", "output": "Q6_K"}, {"": "Q8_0"}, {"": "Q4_0", "ffn_down": "IQ3_S"}])
+def test_loading_holds_the_packed_size_and_two_of_the_largest_matrices(tmp_path: Path, types: dict[str, str]) -> None:
+    """The file itself is mapped: its pages are the operating system's. 128 MB are for all else."""
+    from nanovllm.apps.estimate import estimate, fetch_config
+    from nanovllm.config import EngineConfig
+
+    path = tmp_path / "large.gguf"
+    largest = write_large(path, types)
+    asked = EngineConfig.from_options(str(path), {"device": "cpu", "dtype": "bfloat16"})
+    packed = estimate(fetch_config(str(path)), asked, 64 << 30).memory.weights
+    found = measure(path, "cpu", "gguf")
+    assert found["most"] < packed + 2 * largest + 128 * 10**6
+    assert found["held"] < 1.05 * packed + 64 * 10**6

@@ -35,8 +35,8 @@ Types = Callable[[str], str]
 """Returns the type of a matrix by its name in GGUF."""
 
 
-def draw_matrix(type_name: str, values: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Return a matrix in blocks, uint8 [..., rows, bytes]: random codes, about as large as the values."""
+def draw_matrix(type_name: str, values: np.ndarray, rng: np.random.Generator, size: float = 0.0) -> np.ndarray:
+    """Return a matrix in blocks, uint8 [..., rows, bytes]: random codes, about as large as the values, or as a size."""
     import gguf
 
     kind = gguf.GGMLQuantizationType[type_name]
@@ -49,7 +49,7 @@ def draw_matrix(type_name: str, values: np.ndarray, rng: np.random.Generator) ->
         blocks[:, at : at + 2 * len(numbers)] = np.array(numbers, np.float16).view(np.uint8)
 
     put(1.0)
-    put(float(values.std() / gguf.dequantize(blocks, kind).std()))
+    put(float((size or values.std()) / gguf.dequantize(blocks[:4096], kind).std()))
     return blocks.reshape(*values.shape[:-1], -1)
 
 

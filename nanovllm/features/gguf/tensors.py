@@ -12,6 +12,7 @@ from torch import Tensor
 from nanovllm.features.gguf.blocks import BLOCK_TYPES
 from nanovllm.features.gguf.metadata import DIVISORS, LONG_FACTORS, SHORT_FACTORS, Architecture
 from nanovllm.features.gguf.reader import GgufFile, Place, import_gguf
+from nanovllm.features.quantized.codes import ELEMENTS_AT_A_TIME
 from nanovllm.models.config_sizes import MOST
 from nanovllm.utils.checks import quote
 
@@ -94,6 +95,19 @@ def find_order(architecture: Architecture, name: str, config: Mapping[str, Any],
     return torch.arange(rows).view(heads, -1, 2).transpose(1, 2).flatten()
 
 
+def dequantize(blocks: Tensor, place: Place) -> Tensor:
+    """Return the numbers of blocks [..., bytes], float32 [..., in]. A few rows at a time are in memory twice."""
+    gguf = import_gguf()
+    kind = gguf.GGMLQuantizationType[place.type_name]
+    rows = blocks.reshape(-1, blocks.shape[-1])
+    found = torch.empty(len(rows), place.shape[-1])
+    height = max(1, ELEMENTS_AT_A_TIME // place.shape[-1])
+    for start in range(0, len(rows), height):
+        part = slice(start, start + height)
+        found[part] = torch.from_numpy(gguf.dequantize(rows[part].numpy(), kind))
+    return found.view(*blocks.shape[:-1], -1)
+
+
 class TensorFile:
     """One file of tensors, with the methods that safetensors' files have."""
 
@@ -152,9 +166,7 @@ class StoredTensor:
         order = self.named.order
         part = self._stored()[rows if order is None else order[rows]]
         if self._is_dequantised:
-            gguf = import_gguf()
-            kind = gguf.GGMLQuantizationType[self.named.place.type_name]
-            part = torch.from_numpy(gguf.dequantize(part.numpy(), kind))
+            part = dequantize(part, self.named.place)
         if self.named.plus:
             part = part.float() + self.named.plus
         return part[(..., *others)] if others else part

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from nanovllm.backends import make_backend
 from nanovllm.config import ResolvedConfig
 from nanovllm.features.quantized.checkpoints import find_format
-from nanovllm.features.quantized.codes import Codes, quantize_int8
+from nanovllm.features.quantized.codes import ELEMENTS_AT_A_TIME, Codes, quantize_int8
 from nanovllm.features.quantized.formats import INT8, Format, RawTensors
 from nanovllm.features.quantized.joining import Weights, count_lacking, join_parts
 from nanovllm.features.quantized.torch_matrix import MatrixOperators
@@ -318,8 +318,11 @@ class Part:
         """
         filling = self.filling
         view = self.place.view
-        if not filling.has_codes(self.path, view):  # a router, say, however it was stored
-            self.place.fill(weights.dequantize() if isinstance(weights, Codes) else weights, Tensor.copy_)
+        if not filling.has_codes(self.path, view):  # a router or an embedding, say, however it was stored
+            for place, source in (
+                split_rows(self.place, weights) if isinstance(weights, Codes) else [(self.place, weights)]
+            ):
+                place.fill(source, Tensor.copy_)
             return
         *_, rows, columns = self.place.slices
         assert isinstance(rows, slice) and isinstance(columns, slice)
@@ -340,6 +343,17 @@ class Part:
                 else:
                     filling.put(self.path, view[expert], values[:, share].to(view.dtype))
         filling.attach_if_whole(self.path)
+
+
+def split_rows(place: WeightTarget, codes: Codes) -> Iterator[tuple[WeightTarget, Tensor]]:
+    """Yield parts of a place [out, in] with their weights, float32: a few rows at a time are dequantised."""
+    rows, columns = place.slices
+    assert isinstance(rows, slice)
+    own = codes.take_rows(rows)
+    height = max(1, ELEMENTS_AT_A_TIME // codes.in_features)
+    for start in range(0, own.out_features, height):
+        part = slice(start, start + height)
+        yield replace(place, view=place.view[part], slices=(slice(None), columns)), own.take_rows(part).dequantize()
 
 
 @dataclass(frozen=True, kw_only=True)
