@@ -76,6 +76,9 @@ class EngineConfig:
     revision: str | None = _results(
         None, "branch, tag or commit of a Hugging Face id; None takes its main branch. A folder has none but main"
     )
+    tokenizer: str | None = _results(
+        None, "folder, or Hugging Face id, of the tokenizer and its chat template; None takes the model's own"
+    )
     dtype: str = _results(
         "auto",
         "number format of weights, activations and KV cache: float32, float16 or bfloat16. On a GPU, auto takes the "
@@ -203,11 +206,13 @@ class EngineConfig:
         def check_integer(name: str, low: int, high: int = INT64_MAX, limit: str = "") -> None:
             put(name, as_integer(getattr(self, name), name, low, high, limit))
 
-        for name, kind in (("trace", "a path"), ("lora", "a folder")):
+        for name, kind in (("trace", "a path"), ("lora", "a folder"), ("tokenizer", "a folder or a Hugging Face id")):
             if (path := getattr(self, name)) is not None:
-                if not isinstance(path, (str, os.PathLike)):
+                if not isinstance(path, (str, os.PathLike)) or not os.fspath(path):
                     raise refuse(path, name, f"{kind}, or None")
                 put(name, os.fspath(path))
+        if self.tokenizer == self.model:
+            put("tokenizer", None)
         if self.lora is not None and self.load_format == "dummy":
             raise refuse(self.lora, "lora", 'None with load_format="dummy", which reads no weights')
         if self.revision is not None and not isinstance(self.revision, str):
@@ -332,6 +337,7 @@ class EngineOptions(TypedDict, total=False):
     """The same options, for type checkers: the keyword arguments of `LLM(model, **options)`."""
 
     revision: str | None
+    tokenizer: str | None
     dtype: str
     device: str
     tensor_parallel_size: int
@@ -371,7 +377,6 @@ def _translate_options(model: Any, given: Mapping[str, Any]) -> dict[str, Any]:
         TypeError: an option belongs to a request.
         ValueError: an option would change something that we cannot do.
     """
-    given = {name: value for name, value in given.items() if name != "tokenizer" or value != model}
     options = translate_names(given, "LLM")
     for name in options.keys() & SYNONYMS.keys():
         value = options[name]

@@ -21,10 +21,10 @@ from nanovllm.engine.scheduler import Scheduler
 from nanovllm.models.decoder import find_decoder
 from nanovllm.models.generation_keys import check_generation_keys
 from nanovllm.models.headers import fit_to_checkpoint
-from nanovllm.models.hub import find_folder, find_model, is_gguf
+from nanovllm.models.hub import find_folder, find_model, find_tokenizer, is_gguf
 from nanovllm.models.layers.parallel import Parallel
 from nanovllm.models.model_config import find_family, find_refusal, load_model_config
-from nanovllm.models.model_folder import ModelFolder
+from nanovllm.models.model_folder import ModelFolder, read_tokenizer
 from nanovllm.models.sizes import Sizes
 from nanovllm.models.text_parts import STAND_INS
 from nanovllm.models.weight_reader import load_weights, read_ahead
@@ -83,10 +83,10 @@ def make_engine(asked: EngineConfig) -> LLMEngine:
         config = find_draft(asked, config, folder, find_config)
     with ThreadPoolExecutor(1) as pool, ExitStack() as on_error:
         # The tokenizer is read beside the weights, whose reading needs little Python.
-        tokenizer_to_be = None if folder is None else pool.submit(folder.read_tokenizer, config.max_model_len)
+        tokenizer_to_be = pool.submit(read_tokenizer, asked.tokenizer, folder, config.max_model_len)
         runner, allocate_cache = load_runner(config, hf_config, weights)
         on_error.callback(runner.close)
-        tokenizer = None if tokenizer_to_be is None else tokenizer_to_be.result()
+        tokenizer = tokenizer_to_be.result()
         num_blocks = allocate_cache()
         config = fit_length(config, num_blocks)  # without a given max_model_len, as many tokens as the cache can hold
         if tokenizer is not None:
@@ -111,6 +111,8 @@ def read_files(
         ValueError: there is no such model, or one that cannot run.
     """
     folder, source, data = find_config(asked.model, asked.revision, asked.load_format)
+    if asked.tokenizer is not None:
+        find_tokenizer(asked.tokenizer)  # a wrong name is refused before weights are read
     weights = None if asked.load_format == "dummy" else folder
     if weights is not None:
         with suppress(ValueError):  # `fit_to_checkpoint` raises it again: an error of config.json comes first

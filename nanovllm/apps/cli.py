@@ -298,7 +298,7 @@ def _add_estimate(commands: Any) -> None:
     )
     weights = ("tensor_parallel_size", "pipeline_parallel_size", "dtype", "quantization", "kv_cache_dtype")
     sizes = ("kvcache_block_size", "max_num_seqs", "max_num_batched_tokens", "kvcache_memory_bytes")
-    for name in ("device", "max_model_len", "model_impl", *weights, "gpu_memory_utilization", *sizes):
+    for name in ("tokenizer", "device", "max_model_len", "model_impl", *weights, "gpu_memory_utilization", *sizes):
         _add_engine_option(parser, name)
     parser.set_defaults(run=_estimate)
 

@@ -27,11 +27,11 @@ from nanovllm.load import assemble, make_quantizer, read_default_params, resolve
 from nanovllm.models.decoder import find_decoder
 from nanovllm.models.hub import CONFIGS, QUANTIZATION_CONFIGS, TOKENIZER, as_path, download, find_folder, is_gguf
 from nanovllm.models.model_config import load_model_config, read_json
-from nanovllm.models.model_folder import ModelFolder
+from nanovllm.models.model_folder import ModelFolder, read_tokenizer
 from nanovllm.models.sizes import Sizes
 from nanovllm.runner.kv_memory import fit_length
 from nanovllm.runner.resolve import resolve_device
-from nanovllm.text.tokenizer import Tokenizer, explain_no_tokenizer
+from nanovllm.text.tokenizer import explain_no_tokenizer
 from nanovllm.utils.checks import quote
 from nanovllm.utils.memory import CPU_CACHE_LIMIT, free_memory
 
@@ -378,10 +378,11 @@ def read_lengths(
     The lengths are (tokens of the prompt, most tokens of the answer), for each answer.
     """
     folder = find_folder(config.model) or download(config.model, [*CONFIGS, *TOKENIZER])
-    tokenizer = Tokenizer.find(folder, config.max_model_len)
+    model = ModelFolder(folder)
+    tokenizer = read_tokenizer(config.tokenizer, model, config.max_model_len)
     if tokenizer is None:
         raise ValueError(f"--input needs a tokenizer, and {explain_no_tokenizer(folder)}")
-    params, refused = read_default_params(ModelFolder(folder))
+    params, refused = read_default_params(model)
     facts = ModelFacts(default_params=params, refused_defaults=refused, origin=folder)
     llm = LLM.__new__(LLM)
     llm.engine = assemble(config, facts, tokenizer, None, 1)  # type: ignore[arg-type]  # nothing will run

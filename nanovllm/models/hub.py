@@ -64,10 +64,33 @@ def find_folder(model: str) -> Path | None:
         return None
     if not (path / "config.json").is_file():
         raise ValueError(f"model folder {path} has no config.json")
-    for entry in path.glob("*"):  # a pipe or a device would be read for ever
-        if entry.exists() and not entry.is_file() and not entry.is_dir():
-            raise ValueError(f"model folder {path} has {quote(entry.name)}, which is neither a file nor a folder")
+    check_entries(path, "model")
     return path
+
+
+def find_tokenizer(name: str) -> Path:
+    """Return the folder that the option `tokenizer` names. Of a hub id the tokenizer's files are downloaded.
+
+    Raises:
+        ValueError: there is no such folder or id.
+    """
+    path = find_folder(name) if name == BOX else as_path(name, "tokenizer")
+    if path is not None and path.is_dir():
+        check_entries(path, "tokenizer")
+        return path
+    if path is not None and path.is_file():
+        raise ValueError(f"tokenizer {path} is a file; it must be the folder with a tokenizer.json, or a hub id")
+    try:
+        return fetch(name, ["config.json", *TOKENIZER], None, "tokenizer")
+    except ModelNotFoundError as error:  # advice on it would be about the model
+        raise ValueError(str(error)) from error
+
+
+def check_entries(path: Path, option: str) -> None:
+    """Raise a ValueError if a folder has a pipe or a device, which would be read for ever."""
+    for entry in path.glob("*"):
+        if entry.exists() and not entry.is_file() and not entry.is_dir():
+            raise ValueError(f"{option} folder {path} has {quote(entry.name)}, which is neither a file nor a folder")
 
 
 def as_path(folder: str, option: str = "model") -> Path:
@@ -81,19 +104,29 @@ def as_path(folder: str, option: str = "model") -> Path:
 
 
 def download(model: str, patterns: list[str], revision: str | None = None) -> Path:
-    """Download the files of a hub id that match the patterns; returns their folder."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", model) or model.startswith("."):
-        raise ModelNotFoundError(f"model folder {quote(model)} does not exist")
-    try:
-        folder = Path(snapshot_download(model, revision=revision, allow_patterns=patterns))
-    except (HfHubHTTPError, LocalEntryNotFoundError, ValueError, OSError) as error:
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise ModelNotFoundError(
-            f"model {quote(model)} is neither a local folder, nor a shape, nor an id that could be downloaded: {reason}"
-        ) from error
+    """Download the files of a model that match the patterns; returns their folder, which has a config.json."""
+    folder = fetch(model, patterns, revision, "model")
     if not (folder / "config.json").is_file():
         raise ValueError(f"model {quote(model)}: the download in {folder} has no config.json")
     return folder
+
+
+def fetch(name: str, patterns: list[str], revision: str | None, option: str) -> Path:
+    """Download the files of a hub id that match the patterns; returns their folder.
+
+    Args:
+        option: the option that names the id, for messages.
+    """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or name.startswith("."):
+        raise ModelNotFoundError(f"{option} folder {quote(name)} does not exist")
+    try:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
+    except (HfHubHTTPError, LocalEntryNotFoundError, ValueError, OSError) as error:
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        kinds = "a local folder, nor a shape" if option == "model" else "a local folder"
+        raise ModelNotFoundError(
+            f"{option} {quote(name)} is neither {kinds}, nor an id that could be downloaded: {reason}"
+        ) from error

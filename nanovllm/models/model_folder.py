@@ -13,9 +13,9 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from nanovllm.engine.pooling import Pooling
-from nanovllm.models.hub import QUANTIZATION_CONFIGS
+from nanovllm.models.hub import QUANTIZATION_CONFIGS, find_tokenizer
 from nanovllm.models.model_config import is_about_cache_alone, name_method, read_json, take_text_config
-from nanovllm.text.tokenizer import Tokenizer
+from nanovllm.text.tokenizer import Tokenizer, find_conversion
 from nanovllm.utils.checks import INT64_MAX, quote
 
 logger = logging.getLogger(__name__)
@@ -194,6 +194,25 @@ def find_shards(folder: Path) -> list[str]:
             "model.safetensors.index.json that chooses: delete the others"
         )
     return list(shards) or own or files
+
+
+def read_tokenizer(name: str | None, model: ModelFolder | None, max_model_len: int = INT64_MAX) -> Tokenizer | None:
+    """Return the tokenizer for a model; None if there is none.
+
+    Args:
+        name: the option `tokenizer`; None takes the model's own.
+        model: the model's folder; None if it is a shape alone.
+
+    Raises:
+        ValueError: the tokenizer cannot be read, or the option names a folder without one.
+    """
+    if name is None:
+        return None if model is None else model.read_tokenizer(max_model_len)
+    folder = find_tokenizer(name)
+    found = Tokenizer.find(folder, max_model_len)
+    if found is None:
+        raise ValueError(f"tokenizer {quote(name)}: {find_conversion(folder) or f'there is none in {folder}'}")
+    return found
 
 
 def check_is_file(path: Path) -> None:

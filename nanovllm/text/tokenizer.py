@@ -32,7 +32,9 @@ def explain_no_tokenizer(origin: Path | str) -> str:
     Args:
         origin: the model's folder, or the name of a preset.
     """
-    return (isinstance(origin, Path) and find_conversion(origin)) or "this model has no tokenizer"
+    return (
+        isinstance(origin, Path) and find_conversion(origin)
+    ) or "this model has no tokenizer (the option tokenizer takes another's)"
 
 
 def find_conversion(folder: Path) -> str:
@@ -42,7 +44,7 @@ def find_conversion(folder: Path) -> str:
             return (
                 f"this model's tokenizer is in {name}, which cannot be read: convert it to a {FILE} with transformers, "
                 f"AutoTokenizer.from_pretrained('{folder}', {arguments}).save_pretrained('{folder}'), which needs "
-                f"pip install sentencepiece protobuf, or take the {FILE} of the model that this one was made from"
+                f"pip install sentencepiece protobuf, or give the model that this one was made from as tokenizer="
             )
     return ""
 

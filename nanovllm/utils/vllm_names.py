@@ -57,7 +57,6 @@ OPTIONS = (
     Row("logits_processors", (None,), _EDITS),
     Row("pooler_config", (None,), "modules.json and 1_Pooling in the folder choose the pooling: docs/embeddings.md"),
     Row("profiler_config", (None,), _TRACE),
-    Row("tokenizer", (None,), "put the other tokenizer's files into a copy of the model's folder"),  # or the model
     Row("hf_overrides rope_scaling", (None, {}), _COPY),
     Row("mm_processor_kwargs", (None, {}), _TEXT_ALONE),
     Row("override_generation_config", (None, {}), "give the values to SamplingParams"),

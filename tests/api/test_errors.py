@@ -412,7 +412,7 @@ def test_only_what_is_close_is_suggested(random_model: Path) -> None:
 VLLM_REFUSED: dict[str, Any] = {
     "skip_tokenizer_init": True,
     **{"hf_overrides": {"rope_theta": 1}, "enable_prompt_embeds": True},
-    **{"tokenizer": "another/tokenizer", "generation_config": "vllm", "cpu_offload_gb": 4, "task": "classify"},
+    **{"generation_config": "vllm", "cpu_offload_gb": 4, "task": "classify"},
 }
 
 

@@ -9,6 +9,8 @@ from helpers.tiny import END, SMALL, edit_json, make_tokenizer
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.models.hub import find_model
+from nanovllm.models.model_folder import read_tokenizer
 from nanovllm.text.tokenizer import Tokenizer as ModelTokenizer
 
 TEXTS = ("Hello  world 12345", "  e\u0301 ABC\n\n", f"a{END}xyz", "<s>x</s> <|endoftext|><unk>")
@@ -142,3 +144,87 @@ def test_a_tokenizer_in_another_format_is_named_with_the_way_to_convert_it(
             with pytest.raises(ValueError, match=rf"tokenizer is in {name}, .*save_pretrained"):
                 ask()
         assert len(llm.generate([[1, 2]], SamplingParams(0, 2, ignore_eos=True), use_tqdm=False)[0].token_ids) == 2
+
+
+# ---- the option tokenizer
+
+
+@pytest.fixture
+def bare(reciter: Path, tmp_path: Path) -> Path:
+    """The reciter's folder without its tokenizer."""
+    folder = tmp_path / "bare"
+    shutil.copytree(reciter, folder, ignore=shutil.ignore_patterns("tokenizer*", "chat_template*"))
+    return folder
+
+
+def test_the_option_s_tokenizer_takes_the_place_of_the_model_s(reciter: Path, bare: Path, tmp_path: Path) -> None:
+    """Ids, texts, the end of an answer and the template are its own. The model's is not read."""
+    other = tmp_path / "other"
+    other.mkdir()
+    tokenizer = make_tokenizer()
+    tokenizer.normalizer = normalizers.Replace("!", "a")
+    save(other, tokenizer, tokenizer_class="PreTrainedTokenizerFast", eos_token=END)
+    (other / "config.json").unlink()
+    (other / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    shutil.copytree(reciter, tmp_path / "broken")
+    (tmp_path / "broken" / "tokenizer.json").write_text("{")
+    talk = [{"role": "user", "content": "!"}]
+    params = SamplingParams(temperature=0, max_tokens=60)
+    with LLM(reciter, **SMALL) as llm:
+        (right,) = llm.generate(["a"], params, use_tqdm=False)
+    for model in (bare, tmp_path / "broken", reciter):
+        with LLM(model, tokenizer=other, **SMALL) as llm:
+            (output,) = llm.generate(["!"], params, use_tqdm=False)
+            (answer,) = llm.chat([talk], params, use_tqdm=False)
+        assert output["token_ids"] == answer["token_ids"] == right["token_ids"]
+        assert output["text"] == right["text"] != "" and output["finish_reason"] == "stop"
+
+
+def test_ids_of_a_tokenizer_that_the_model_does_not_have_are_refused(bare: Path) -> None:
+    size = json.loads((bare / "config.json").read_text())["vocab_size"]
+    with (
+        LLM(bare, tokenizer="tiny-qwen3", **SMALL) as llm,
+        pytest.raises(ValueError, match=f"vocabulary is 0..{size - 1}"),
+    ):
+        llm.generate(["what is the capital of Japan?"], use_tqdm=False)
+
+
+def test_a_wrong_tokenizer_is_refused_by_name_before_weights_are_read(bare: Path, tmp_path: Path) -> None:
+    (bare / "model.safetensors").write_bytes(b"not read")
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    for name, message in {
+        str(tmp_path / "missing"): "tokenizer folder '.*missing' does not exist",
+        str(bare / "config.json"): "tokenizer .*config.json is a file; it must be the folder",
+        "": "tokenizer is ''; it must be a folder or a Hugging Face id, or None",
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            LLM(bare, tokenizer=name, **SMALL)
+    with pytest.raises(ValueError, match="tokenizer is 7; it must be a folder or a Hugging Face id"):
+        LLM(bare, tokenizer=7, **SMALL)  # type: ignore[arg-type]
+    shutil.copy(find_model("tiny-qwen3") / "model.safetensors", bare)
+    for folder, message in ((empty, "there is none in"), (bare, "there is none in")):
+        with pytest.raises(ValueError, match=message):
+            read_tokenizer(str(folder), None)
+    (empty / "tokenizer.model").write_text("x")
+    with pytest.raises(ValueError, match=r"tokenizer '.*empty': .*tokenizer\.model, which cannot be read"):
+        read_tokenizer(str(empty), None)
+
+
+def test_of_a_hub_id_the_tokenizer_alone_is_downloaded(
+    bare: Path, reciter: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[list[str]] = []
+
+    def download(name: str, revision: str | None, allow_patterns: list[str]) -> str:
+        if name != "some/tokenizer":
+            raise OSError("no network")
+        asked.append(allow_patterns)
+        return str(reciter)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    with LLM(bare, tokenizer="some/tokenizer", **SMALL) as llm:
+        assert len(llm.prepare("abc").prompt_token_ids) == 3
+    assert asked and all("tokenizer*" in one and not any("safetensors" in part for part in one) for one in asked)
+    with pytest.raises(ValueError, match="tokenizer 'other/one' is neither a local folder, nor an id"):
+        LLM(bare, tokenizer="other/one", **SMALL)

@@ -244,6 +244,16 @@ def test_the_tokens_and_steps_of_a_job_are_those_of_its_run(tmp_path: Path, caps
     assert run(capsys, "qwen3-8b", "--memory", "80", "--input", str(source))[0] == 2
 
 
+def test_a_job_is_estimated_with_the_tokenizer_of_its_option(
+    reciter: Path, random_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = write_lines(tmp_path / "in", [{"prompt": "abc", "max_tokens": 3}])
+    options = ["--device", "cpu", "--machine", "laptop", "--input", str(source)]
+    assert run(capsys, str(random_model), *options)[0] == 2, "it has no tokenizer"
+    status, shown = run(capsys, str(random_model), *options, "--tokenizer", str(reciter))
+    assert status == 0 and "3 of prompts, at most 3 of answers" in shown
+
+
 def test_a_job_whose_lines_have_no_max_tokens_is_estimated_at_a_typical_length_too(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

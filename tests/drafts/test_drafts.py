@@ -1,6 +1,7 @@
 """Speculative decoding with real models: tokens are those that come without, on every axis."""
 
 import random
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -203,6 +204,21 @@ def test_a_draft_model_that_cannot_draft_is_refused_by_name(random_model: Path, 
     assert "missing" in refused(random_model, tmp_path / "missing")
     save_random(tmp_path / "short", max_position_embeddings=64)
     assert "set that to at most 64" in refused(random_model, tmp_path / "short")
+
+
+def test_a_draft_model_must_have_the_ids_of_the_tokenizer_that_is_used(
+    random_model: Path, reciter: Path, tmp_path: Path
+) -> None:
+    """With the option `tokenizer` that is not the model's own."""
+    draft = {"model": str(reciter), "num_speculative_tokens": 2}
+    shutil.copytree(reciter, tmp_path / "bare", ignore=shutil.ignore_patterns("tokenizer*"))
+    params = SamplingParams(temperature=0, max_tokens=9)
+    with LLM(tmp_path / "bare", tokenizer=reciter, speculative_config=draft, **SMALL) as llm:
+        drafted = llm.generate(["a"], params, use_tqdm=False)[0]["text"]
+    with LLM(reciter, **SMALL) as llm:
+        assert drafted == llm.generate(["a"], params, use_tqdm=False)[0]["text"] != ""
+    with pytest.raises(ValueError, match="their tokenizers differ in"):
+        LLM(reciter, tokenizer="tiny-qwen3", speculative_config=draft, **SMALL)
 
 
 def test_what_ends_a_request_inside_accepted_drafts_ends_it_there(reciter: Path) -> None:

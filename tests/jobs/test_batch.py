@@ -7,6 +7,7 @@ import json
 import logging
 import lzma
 import re
+import shutil
 import sys
 import tracemalloc
 from collections.abc import Iterator
@@ -143,6 +144,29 @@ def test_defaults_that_cannot_be_had_stop_a_job_before_its_first_answer(
     assert "does not have num_beams (4)" in log.text and "Traceback" not in log.text
     assert not (tmp_path / "out").read_bytes()
     assert run(source, tmp_path / "out") == Status.OK
+
+
+def test_a_resumed_job_has_the_tokenizer_of_its_option_or_is_refused(
+    reciter: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tokenizer = tmp_path / "tokenizer"
+    model = tmp_path / "model"
+    shutil.copytree(reciter, tokenizer, ignore=shutil.ignore_patterns("*.safetensors"))
+    shutil.copytree(reciter, model, ignore=shutil.ignore_patterns("tokenizer*"))
+    source = write_lines(tmp_path / "in", [{"prompt": "a", "max_tokens": 3, "temperature": 0}] * 2)
+    out = tmp_path / "out"
+    engine = ["--model", str(model), "--device", "cpu", "--attention-backend", "torch"]
+    command = ["run-batch", "-i", str(source), "-o", str(out), *engine, "--tokenizer", str(tokenizer)]
+    assert main(command) == Status.OK
+    assert texts_by_id(out) == {"1": "bcd", "2": "bcd"}
+    for _ in range(2):
+        out.write_bytes(out.read_bytes().splitlines(keepends=True)[0])  # as if it had been killed
+        assert main(command) == Status.OK
+    out.write_bytes(out.read_bytes().splitlines(keepends=True)[0])
+    (tokenizer / "chat_template.jinja").write_text("another")
+    assert main(command) == Status.USAGE
+    assert "engine.tokenizer was" in caplog.text
+    assert main([*command, "--accept-changes"]) == Status.OK
 
 
 def test_a_jobs_values_are_those_of_lines_that_have_none_and_they_belong_to_the_job(

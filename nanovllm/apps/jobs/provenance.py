@@ -4,13 +4,16 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from nanovllm.models.hub import find_tokenizer
 from nanovllm.utils.digests import digest_adapter, digest_contents, digest_files
 from nanovllm.version import __version__
 
 if TYPE_CHECKING:
     from nanovllm.engine.llm_engine import LLMEngine
 
-MODEL = ("*.json", "*.txt", "*.jinja", "*.safetensors", "*_Pooling/*.json", "*_Dense/*.json", "*_Dense/*.safetensors")
+TOKENIZER = ("*.json", "*.txt", "*.jinja")
+"""The files that configure a tokenizer and its chat template."""
+MODEL = (*TOKENIZER, "*.safetensors", "*_Pooling/*.json", "*_Dense/*.json", "*_Dense/*.safetensors")
 """The files that configure a model, its tokenizer, its chat template and its vectors, and its shards."""
 
 
@@ -40,6 +43,8 @@ def read_provenance(engine: "LLMEngine") -> dict[str, str]:
     config = engine.config
     origin = engine.facts.origin
     optional = {}
+    if config.tokenizer is not None:
+        optional["tokenizer"] = digest_files(find_tokenizer(config.tokenizer), TOKENIZER, with_tensors=False)
     if config.lora is not None:
         optional["lora"] = digest_adapter(config.lora)
     if config.quantization is not None:

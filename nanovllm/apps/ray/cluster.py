@@ -173,7 +173,7 @@ def _answer_parts(
     source = work.source
     done = deepcopy(work.done)
     # An engine's process may have another working directory.
-    folders = {"model": config.model, "lora": config.lora}
+    folders = {"model": config.model, "lora": config.lora, "tokenizer": config.tokenizer}
     here: dict[str, Any] = {
         name: os.path.abspath(path) for name, path in folders.items() if path is not None and os.path.isdir(path)
     }

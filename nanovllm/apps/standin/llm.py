@@ -110,7 +110,7 @@ class LLM(nanovllm.LLM):
     def set_tokenizer(self, tokenizer: Any) -> None:
         """Take the chat template of a tokenizer that has the model's own tokens."""
         if tokenizer.get_vocab() != self.tokenizer.get_vocab():
-            raise ValueError(f"set_tokenizer got a tokenizer with other tokens: {ADVICE['tokenizer']}")
+            raise ValueError("set_tokenizer got a tokenizer with other tokens: give LLM its folder as tokenizer=")
         self.tokenizer.chat_template = tokenizer.chat_template
 
     def score(self, *_: Any, **__: Any) -> NoReturn:

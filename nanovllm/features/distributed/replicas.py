@@ -42,7 +42,7 @@ from nanovllm.engine.sequence import Sequence
 from nanovllm.features.distributed.follower_group import PATIENCE
 from nanovllm.features.distributed.follower_process import BEAT, describe_end, describe_silence, start_process
 from nanovllm.features.distributed.replica import ABORT, Start
-from nanovllm.models.model_folder import ModelFolder
+from nanovllm.models.model_folder import ModelFolder, read_tokenizer
 from nanovllm.outputs import Output
 from nanovllm.utils.checks import refuse
 from nanovllm.utils.machine import cpu_quota, list_sockets
@@ -429,7 +429,7 @@ def load_replicas(
         lengths = [replica.config.max_model_len for replica in group.replicas if replica.config is not None]
         config = replace(first.config, data_parallel_size=asked.data_parallel_size, speculative_config=None)
         config = replace(config, max_model_len=min(lengths))  # their pools may differ by some blocks
-        tokenizer = None if folder is None else folder.read_tokenizer(config.max_model_len)
+        tokenizer = read_tokenizer(asked.tokenizer, folder, config.max_model_len)
         engine = assemble(config, facts, tokenizer, group, first.stats["num_blocks"], ReplicatedEngine)
     except BaseException:
         group.close()

@@ -43,7 +43,7 @@ from nanovllm.features.drafts.costs import PlanRunner
 from nanovllm.models.headers import fit_to_checkpoint
 from nanovllm.models.hub import is_gguf
 from nanovllm.models.model_config import limit_length, load_model_config
-from nanovllm.models.model_folder import ModelFolder
+from nanovllm.models.model_folder import ModelFolder, read_tokenizer
 from nanovllm.models.sizes import Sizes
 from nanovllm.runner.resolve import resolve
 from nanovllm.text.tokenizer import Tokenizer
@@ -89,6 +89,7 @@ def find_draft(
             asked,
             model=name,
             revision=None,
+            tokenizer=None,
             lora=None,
             speculative_config=None,
             quantization=None if has_own_format else find_rounding(asked.quantization),
@@ -109,7 +110,7 @@ def find_draft(
                 f"it is made for {own.max_model_len} tokens, and max_model_len is {config.max_model_len}: set that to "
                 f"at most {own.max_model_len}"
             )
-        check_same_ids(*(None if found is None else found.read_tokenizer() for found in (model_folder, folder)))
+        check_same_ids(read_tokenizer(asked.tokenizer, model_folder), read_tokenizer(None, folder))
     except ValueError as error:
         raise ValueError(f"speculative_config: model {quote(name)} cannot draft for {config.model}: {error}") from error
     draft = {
