@@ -54,9 +54,10 @@ ASIDES = list_names(
     attn_implementation _attn_implementation _attn_implementation_internal _attn_implementation_autoset
     experts_implementation _experts_implementation _experts_implementation_internal
     return_dict use_return_dict use_cache torchscript output_attentions output_hidden_states output_router_logits
+    gradient_checkpointing
     """
 )
-"""The keys that are no property of a model: whose code computes it, and what transformers' methods return."""
+"""The keys that are no property of a model: whose code computes it, what transformers' methods return and keep."""
 
 KNOWN = READ | TRANSLATED | HARMLESS | ASIDES
 

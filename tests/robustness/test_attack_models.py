@@ -137,11 +137,12 @@ def test_model_impl_of_a_config_does_not_win_over_the_user_s(folder: Path) -> No
 RESULTS: dict[str, Any] = {
     **{"return_dict": False, "use_return_dict": False, "torchscript": True, "use_cache": True},
     **{"output_attentions": True, "output_hidden_states": True, "output_router_logits": True},
+    "gradient_checkpointing": True,
 }
 
 
 @pytest.mark.parametrize("name", ["Gemma2ForCausalLM", "OPTForCausalLM", "MixtralForCausalLM"])
-def test_what_transformers_methods_return_is_no_matter_of_the_folder(name: str, tmp_path: Path) -> None:
+def test_what_transformers_methods_return_and_keep_is_no_matter_of_the_folder(name: str, tmp_path: Path) -> None:
     model = save_any(tmp_path, name)
     for changes in ({"return_dict": False}, RESULTS):
         edit_json(tmp_path / "config.json", **changes)
