@@ -266,7 +266,7 @@ def test_a_tokenizer_that_is_set_brings_its_chat_template_or_is_refused(vllm: An
         llm.set_tokenizer(tokenizer)
         assert llm.chat([{"role": "user", "content": "hello"}], use_tqdm=False)[0].prompt == "say: hello"
         tokenizer.add_tokens(["<new>"])
-        with pytest.raises(ValueError, match="a tokenizer with other tokens: put the other tokenizer's files into"):
+        with pytest.raises(ValueError, match="a tokenizer with other tokens: give LLM its folder as tokenizer="):
             llm.set_tokenizer(tokenizer)
 
 
