@@ -102,12 +102,15 @@ def build_tokenizer(metadata: Mapping[str, Any], name: str, max_model_len: int =
         max_model_len: see `Tokenizer`.
 
     Raises:
-        ValueError: see `write_tokenizer`.
+        ValueError: see `write_tokenizer`. The name stands in front.
     """
     if metadata.get(f"{KEYS}model") in NO_TOKENIZER:
         return None
     with TemporaryDirectory() as directory:
-        write_tokenizer(metadata, Path(directory))
+        try:
+            write_tokenizer(metadata, Path(directory))
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
         tokenizer = Tokenizer(Path(directory), max_model_len)
     tokenizer.template_tokenizer.name_or_path = name
     return tokenizer

@@ -123,12 +123,20 @@ def read_merges(metadata: Mapping[str, Any], ids: Mapping[str, int]) -> list[lis
 
 
 def read_end_ids(metadata: Mapping[str, Any]) -> list[int]:
-    """Return the ids of the tokens that end an answer: those that the file names, and those with such a text."""
-    vocabulary = read_vocabulary(metadata)
-    found = [read_id(metadata, name, vocabulary) for name in ENDS]
-    texts = set(vocabulary.tokens) & END_TEXTS
-    if {"<|return|>", "<|call|>"} <= texts:  # here <|end|> ends a message, and the answer goes on
-        texts.discard("<|end|>")
-    added = vocabulary.list_ids(Kind.CONTROL, Kind.USER_DEFINED)
-    found += [i for i in added if vocabulary.tokens[i] in texts]
-    return sorted({i for i in found if i is not None})
+    """Return the ids of the tokens that end an answer: those that the file names, and those with such a text.
+
+    Another tokenizer may take the place of the file's. So nothing is said here of a vocabulary that is wrong.
+    """
+    keys = [f"{KEYS}{name}_token_id" for name in ENDS]
+    named = {as_integer(metadata[key], key) for key in keys if metadata.get(key) is not None}
+    tokens = metadata.get(f"{KEYS}tokens", [])
+    kinds = metadata.get(f"{KEYS}token_type", [])
+    added = (Kind.CONTROL, Kind.USER_DEFINED)
+    texts = {
+        token: i
+        for i, (token, kind) in enumerate(zip(tokens, kinds, strict=False))
+        if kind in added and token in END_TEXTS
+    }
+    if {"<|return|>", "<|call|>"} <= texts.keys():  # here <|end|> ends a message, and the answer goes on
+        texts.pop("<|end|>", None)
+    return sorted(named | set(texts.values()))
