@@ -1,8 +1,11 @@
 """The script that proves that a move of code changes neither what the engine computes nor its interface."""
 
+import pytest
+
 from scripts.record_outputs import ENGINES, KINDS, describe, find_differences, find_names, record_engine
 
 
+@pytest.mark.slow
 def test_a_second_run_differs_from_a_recording_in_the_number_that_was_changed_and_in_no_other() -> None:
     name = "torch/float32/int8"
     before = {name: record_engine("int8", KINDS["torch"], "float32")}

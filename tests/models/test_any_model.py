@@ -60,7 +60,13 @@ def generate(llm: LLM) -> list[list[int]]:
 # ---- tokens
 
 
-@pytest.mark.parametrize("name", CASES)
+PLAIN = {*KINDS, "LlamaForCausalLM", "Gemma2ForCausalLM", "MiniCPM3ForCausalLM", "CohereForCausalLM"}
+"""Architectures whose tokens are compared plainly. All together take half a minute: the others are slow tests."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in PLAIN else pytest.mark.slow) for name in CASES]
+)
 def test_tokens_are_transformers(name: str, tmp_path: Path) -> None:
     """Log-probabilities differ by rounding: by 1e-4 at most, but in random models with huge logits more."""
     found, stats = run_case(tmp_path, name)
@@ -431,7 +437,7 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return request.param, folder, save_any(folder, request.param)
 
 
-@pytest.mark.parametrize("method", ["ngram", "draft_model"])
+@pytest.mark.parametrize("method", ["ngram", pytest.param("draft_model", marks=pytest.mark.slow)])
 def test_drafts_change_no_token(saved: tuple[str, Path, Any], method: str) -> None:
     _, folder, model = saved
     drafts = {"method": "ngram"} if method == "ngram" else {"model": str(folder)}

@@ -285,20 +285,12 @@ def end_while_requests_run(backend: str, how: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("backend", "how"), [("cpu", "fall"), ("torch", "exit"), ("torch", "del"), ("cpu", "fork")])
+@pytest.mark.parametrize(
+    ("backend", "how"), [("cpu", "fall"), ("cpu", "exit"), ("torch", "exit"), ("torch", "del"), ("cpu", "fork")]
+)
 def test_a_program_may_end_while_submitted_requests_run(backend: str, how: str) -> None:
     num_answers = run_apart(end_while_requests_run, backend, how).split()[-1]
     assert int(num_answers) < 20, "it waited for all requests"
-
-
-def close_and_exit(count: str, folder: str) -> None:
-    close_at_random_moments(count, folder)
-    end_while_requests_run("cpu", "exit")
-
-
-def test_engines_and_the_program_may_end_while_submitted_requests_run(folders: list[Path]) -> None:
-    """The two slow tests above, in short and in one process."""
-    assert int(run_apart(close_and_exit, 8, folders[0]).split()[-1]) < 20, "it waited for all requests"
 
 
 def test_a_forked_process_is_refused_and_waits_for_no_lock(llm: LLM) -> None:
