@@ -297,7 +297,13 @@ class WeightLoad:
     @property
     def is_whole(self) -> bool:
         """Whether this load has replaced the whole model, and nothing is gathered."""
-        return all(module.is_replaced and not module.come for module in self._modules.values())
+        modules = self._modules.values()
+        return all(module.is_replaced and not module.come for module in modules) and not self._lacks_embedding
+
+    @property
+    def _lacks_embedding(self) -> bool:
+        """Whether the LM head of a tied model has come alone, so that nobody knows whether it is the same matrix."""
+        return self._head in self._digests and self._embedding not in self._digests
 
     def check(self, tensors: list[tuple[str, Tensor]], is_last: bool) -> dict[str, list[tuple[str, WeightTarget]]]:
         """Check the names and shapes of a call's tensors.
@@ -335,7 +341,10 @@ class WeightLoad:
         """Raise a ValueError for an LM head with other values than the embedding, which may come in another call."""
         may_differ = not is_last or self._head in tensors or self._head in self._digests
         ends = [name for name in (self._head, self._embedding) if may_differ and name in tensors]
-        digests = self._digests | {name: digest_values(tensors[name]) for name in ends}
+        earlier = self._digests
+        if self.is_whole and not earlier.keys().isdisjoint(ends):
+            earlier = {}  # the whole model comes once more
+        digests = earlier | {name: digest_values(tensors[name]) for name in ends}
         if len(set(digests.values())) > 1:
             raise ValueError(
                 f"{self._head} has other values than {self._embedding}, and this engine's model has one matrix for "
@@ -361,8 +370,8 @@ class WeightLoad:
         come = set(names).union(*(module.come for module in self._modules.values()))
         begun = {path for name in come for path, _ in self._places.get(name, ())}
         lacking = {name for path in begun for name in self._modules[path].needed} - come
-        if self._head in self._digests and self._embedding not in self._digests:
-            lacking.add(self._embedding)  # without it nobody knows whether the head is the same matrix
+        if self._lacks_embedding:
+            lacking.add(self._embedding)
         if not lacking:
             return None
         return (

@@ -126,6 +126,41 @@ def test_a_whole_model_ends_its_load_when_another_activity_begins(
             say(llm)
 
 
+@pytest.mark.parametrize("is_reversed", [False, True])
+def test_a_tied_model_with_its_head_may_come_again_before_a_request(
+    is_reversed: bool, folders: tuple[Path, Path], new_tokens: list[list[int]]
+) -> None:
+    """The head is compared with the embedding of its own pass. Alone it does not end a load."""
+    with LLM(folders[0], **OPTIONS) as llm:
+        for folder in (folders[1], folders[0], folders[1]):
+            tensors = dict(read(folder))
+            head = tensors["model.embed_tokens.weight"]
+            pairs = [*tensors.items(), ("lm_head.weight", head)]
+            for pair in pairs[::-1] if is_reversed else pairs:
+                llm.load_weights([pair], finish=False)
+        assert say(llm) == new_tokens
+        for pair in pairs:
+            llm.load_weights([pair], finish=False)
+        llm.load_weights([("lm_head.weight", head + 1)], finish=False)
+        with pytest.raises(RuntimeError, match="new weights are being loaded"):
+            say(llm)
+        with pytest.raises(ValueError, match="has other values than"):
+            llm.load_weights([("model.embed_tokens.weight", head)], finish=False)
+
+
+@pytest.mark.parametrize("is_reversed", [False, True])
+def test_one_tensor_for_all_experts_loads_in_any_order(is_reversed: bool, tmp_path: Path) -> None:
+    for seed in (0, 1):
+        save_random(tmp_path / str(seed), seed=seed, model_class=Qwen3MoeForCausalLM, **EXPERTS)
+    expected = say_fresh(tmp_path / "1")
+    fused = list(Qwen3MoeForCausalLM.from_pretrained(tmp_path / "1").state_dict().items())
+    assert any(name.endswith("experts.down_proj") for name, _ in fused)
+    with LLM(tmp_path / "0", **OPTIONS) as llm:
+        for pair in fused[::-1] if is_reversed else fused:
+            llm.load_weights([pair], finish=False)
+        assert say(llm) == expected
+
+
 @pytest.mark.parametrize("backend", ["torch", "cpu"])
 @pytest.mark.parametrize("quantization", [None, "int8"])
 def test_a_bias_of_a_tied_head_comes_alone_or_with_all_and_the_embedding_stays(

@@ -103,11 +103,13 @@ class Experts(ShardedLayer):
         everything = slice(None)
         gates, ups = self.gate_up.view(num_experts, 2, length, hidden).unbind(1)
         for end, turn in (("", make_target), (TURNED, make_turned_target)):
-            if (fused := f"{path}.gate_up_proj{end}") in names:
+            fused = f"{path}.gate_up_proj{end}"
+            fused_down = f"{path}.down_proj{end}"
+            if fused in names or fused_down in names:  # of new weights either may come first
                 mine_of_up = slice(size + self.start, size + self.start + length)
                 for view, rows in ((gates, mine), (ups, mine_of_up)):
                     yield fused, turn(view, (num_experts, 2 * size, hidden), (rows, everything))
-                yield f"{path}.down_proj{end}", turn(self.down, (num_experts, hidden, size), (everything, mine))
+                yield fused_down, turn(self.down, (num_experts, hidden, size), (everything, mine))
                 return
         for i, (gate, up, down) in enumerate(zip(gates, ups, self.down, strict=True)):
             for name, view in (("gate_proj", gate), ("up_proj", up)):
