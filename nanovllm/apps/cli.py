@@ -448,10 +448,6 @@ def _add_engine_option(parser: Any, name: str) -> None:
     parser.add_argument(f"--{name.replace('_', '-')}", default=argparse.SUPPRESS, help=_help(name), **kind)
 
 
-def _integer_or_name(text: str) -> int | str:
-    return int(text) if text.isdigit() else text
-
-
 def json_or_text(text: str) -> Any:
     """Return a value that is written as JSON, or else the text itself."""
     try:
@@ -460,19 +456,12 @@ def json_or_text(text: str) -> Any:
         return text
 
 
-def _json(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is no JSON: {error}") from error
-
-
 _TYPES: dict[Any, tuple[Any, str]] = {
     int: (int, "N"),
     float: (float, "SHARE"),
     int | None: (int, "N"),
-    int | str: (_integer_or_name, "N"),
-    Mapping[str, Any] | None: (_json, "JSON"),
+    int | str: (json_or_text, "N"),
+    Mapping[str, Any] | None: (json_or_text, "JSON"),
 }
 """For each type of a field that is no string: the reader of its argument, and the argument's name in --help."""
 _METAVARS = {"trace": "FILE"}
