@@ -10,23 +10,9 @@ from torch import Tensor, nn
 
 from nanovllm.backends import Backend
 from nanovllm.features.families.qwen3_moe.decoder import Experts
-from nanovllm.features.families.qwen3_moe.ops import ExpertOperators, Routing
+from nanovllm.features.families.qwen3_moe.ops import ExpertOperators, sort_pairs
 from nanovllm.models.layers.parallel import Parallel
 from nanovllm.models.layers.weights import NamedTargets, make_whole_target
-
-
-def sort_pairs(experts: Tensor, weights: Tensor, num_experts: int) -> Routing:
-    """Return the pairs of tokens and experts that a router has chosen: experts and weights [num_tokens, k].
-
-    An expert's number may be num_experts: it is none. Nothing here waits for the device.
-    """
-    k = experts.shape[1]
-    ordered, order = experts.flatten().sort(stable=True)
-    places = torch.empty_like(order, dtype=torch.int32)
-    places[order] = torch.arange(len(order), dtype=torch.int32, device=order.device)
-    first = torch.arange(num_experts + 1, dtype=ordered.dtype, device=ordered.device)
-    offsets = torch.searchsorted(ordered, first, out_int32=True)
-    return Routing(weights.float(), places.view(experts.shape), (order // k).to(torch.int32), offsets)
 
 
 class GroupedExperts(Experts):
@@ -68,19 +54,12 @@ class GroupedExperts(Experts):
         shape = x.shape
         x = x.reshape(-1, shape[-1])
         routing = sort_pairs(experts, weights, self.num_experts)
-        if self.packed is not None:
-            gate_up_matrix, down_matrix = self.packed
-            gate_up = gate_up_matrix.multiply_pairs(x, routing, True)
-        else:
-            gate_up = self.operators.grouped_linear(x, self.gate_up, routing, gather=True)
+        gate_up = self.multiply_gate_up(x, routing, self.operators)
         owners = self._find_owners(experts) if self.gate_up_proj_bias is not None else None
         if owners is not None and self.gate_up_proj_bias is not None:
             gate_up = gate_up + self.gate_up_proj_bias[owners]
         hidden = self._apply_gate(gate_up)
-        if self.packed is not None:
-            y = down_matrix.multiply_pairs(hidden, routing, False)
-        else:
-            y = self.operators.grouped_linear(hidden.contiguous(), self.down, routing, gather=False)
+        y = self.multiply_down(hidden.contiguous(), routing, self.operators)
         if owners is not None and self.down_proj_bias is not None:
             y = y + self.down_proj_bias[owners]
         return self.operators.combine(y, routing).view(shape)

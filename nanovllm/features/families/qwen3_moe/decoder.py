@@ -83,6 +83,18 @@ class Experts(ShardedLayer):
         self.gate_up = nn.Parameter(torch.empty(num_experts, 2 * length, hidden), requires_grad=False)
         self.down = nn.Parameter(torch.empty(num_experts, hidden, length), requires_grad=False)
 
+    def multiply_gate_up(self, x: Tensor, routing: Routing, operators: ExpertOperators) -> Tensor:
+        """x [num_tokens, hidden] -> [pairs, 2 * intermediate], sorted."""
+        if self.packed is not None:
+            return self.packed[0].multiply_pairs(x, routing, True)
+        return operators.grouped_linear(x, self.gate_up, routing, gather=True)
+
+    def multiply_down(self, x: Tensor, routing: Routing, operators: ExpertOperators) -> Tensor:
+        """x [pairs, intermediate] -> [pairs, hidden], both sorted."""
+        if self.packed is not None:
+            return self.packed[1].multiply_pairs(x, routing, False)
+        return operators.grouped_linear(x, self.down, routing, gather=False)
+
     def list_matrices(self) -> tuple[nn.Parameter, ...]:
         return self.gate_up, self.down
 
@@ -165,14 +177,9 @@ class SparseMLP(nn.Module):
             logits: [num_tokens, num_experts], of the router.
         """
         operators = self.operators
-        experts = self.experts
         routing = operators.route(logits, self.k, self.normalize, inputs.slots)
-        if experts.packed is not None:
-            gate_up, down = experts.packed
-            hidden = self.backend.silu_and_mul(gate_up.multiply_pairs(x, routing, True))
-            return down.multiply_pairs(hidden, routing, False), routing
-        hidden = self.backend.silu_and_mul(operators.grouped_linear(x, experts.gate_up, routing, gather=True))
-        return operators.grouped_linear(hidden, experts.down, routing, gather=False), routing
+        hidden = self.backend.silu_and_mul(self.experts.multiply_gate_up(x, routing, operators))
+        return self.experts.multiply_down(hidden, routing, operators), routing
 
     def count_activations(self) -> int:
         """Return how many numbers it holds for each token: what an `MLP` holds, and the output, for each expert."""

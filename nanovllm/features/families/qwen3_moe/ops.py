@@ -56,14 +56,21 @@ def route_reference(logits: Tensor, k: int, normalize: bool, slots: Tensor) -> R
     experts = experts[:, :k].where(slots.unsqueeze(1) >= 0, num_experts)
     if normalize:
         weights = weights / weights.sum(-1, keepdim=True)
-    # The pairs are sorted without waiting for the device.
+    return sort_pairs(experts, weights.to(logits.dtype), num_experts)
+
+
+def sort_pairs(experts: Tensor, weights: Tensor, num_experts: int) -> Routing:
+    """Sort the pairs of experts [num_tokens, k] and their weights, without waiting for the device.
+
+    An expert num_experts or above is none.
+    """
     ordered, order = experts.flatten().sort(stable=True)
     places = torch.empty_like(order, dtype=torch.int32)
     places[order] = torch.arange(len(order), dtype=torch.int32, device=order.device)
     first = torch.arange(num_experts + 1, dtype=ordered.dtype, device=ordered.device)
     offsets = torch.searchsorted(ordered, first, out_int32=True)
-    tokens = (order // k).to(torch.int32)
-    return Routing(weights.to(logits.dtype).float(), places.view(experts.shape), tokens, offsets)
+    tokens = (order // experts.shape[1]).to(torch.int32)
+    return Routing(weights.float(), places.view(experts.shape), tokens, offsets)
 
 
 def grouped_linear_reference(x: Tensor, weight: Tensor, routing: Routing, gather: bool) -> Tensor:
