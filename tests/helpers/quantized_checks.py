@@ -62,6 +62,8 @@ def draw_codes(shape: tuple[int, ...], name: str, generator: torch.Generator) ->
     smallest = 0 if bits == 4 else -(2 ** (bits - 1))
     codes = torch.randint(smallest, smallest + 2**bits, shape, generator=generator)
     codes.view(-1)[0] = smallest
+    if name == "Q8_0":  # as llama.cpp makes it: the kernels have a faster format without -128
+        codes.clamp_(min=-127)
     zeros = torch.randint(smallest, smallest + 2**bits + 1, groups, generator=generator).to(torch.int16)
 
     def draw_scales() -> Scales:

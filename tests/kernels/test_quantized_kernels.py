@@ -48,7 +48,7 @@ def test_experts_are_matrices_of_their_own(name: str, dtype: torch.dtype) -> Non
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32])
-@pytest.mark.parametrize("name", ["int8 at load", "int4, zeros"])
+@pytest.mark.parametrize("name", ["int8 at load", "int4, zeros", "Q4_K", "Q6_K, cut", "Q8_0"])
 def test_a_row_has_the_same_bits_whatever_the_threads_and_the_rows_beside_it(name: str, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(5)
     matrix = CpuMatrix(draw_codes((2080, 1536), name, generator), dtype, Scratch())

@@ -113,6 +113,7 @@ template <class P, bool WHOLE> struct Int8 {
 #else
     static constexpr bool LOOKED_UP = false;
 #endif
+    static constexpr bool IS_FAST = !WHOLE;
     static constexpr int place(int column, int k) {
         if (LOOKED_UP) return column % 16 / 4 * 16 + column / 16 * 8 + column % 4 * 2 + k;  // see _mm512_unpacklo_epi8
         return IN_PAIRS<P> ? column * INPUTS + k : k * PANEL + column;
@@ -164,6 +165,7 @@ template <class P, bool WHOLE> struct Int8 {
 template <class P> struct Int6 {
     using left = P;
     static constexpr int BITS = 8, BYTES = 3 * LINE, ZERO = 0, INPUTS = 8, STEPS = INPUTS / 2;
+    static constexpr bool IS_FAST = true;
     static constexpr int place(int column, int k) { return Int8<P, false>::place(column, k % 2); }  // in a line
     static inline void put(uint8_t* chunk, const uint8_t* rows, int64_t row) {
         for (int c = 0; c < PANEL; ++c)
@@ -210,6 +212,7 @@ template <class P> constexpr bool KEEPS_SIX_BITS = false;
 template <class P, Nibbles NIBBLES> struct Int4 {
     using left = P;
     static constexpr int BITS = 4, BYTES = LINE, INPUTS = 2 * BYTES / PANEL, STEPS = INPUTS / PER_STEP<P>;
+    static constexpr bool IS_FAST = true;
     static constexpr int FLIP = NIBBLES == SIGNED ? 8 : 0, ZERO = FLIP * 17;  // a stored code is the given one ^ FLIP
     static constexpr const NibbleTables& TABLE = NIBBLE_TABLES<NIBBLES>;
 #if defined(__AVX2__) && !defined(__AVX512F__)
@@ -321,7 +324,8 @@ struct Scales {
     bool are_halves;
     // Returns the numbers of a register that begins with `column`. `row` counts the groups of all panels.
     ALWAYS_INLINE rf at(int64_t row, int64_t column) const {
-        const int64_t place = (shared == 1 ? row : row / shared) * PANEL + column;
+        const uint32_t of_value = (uint32_t)row / (uint32_t)shared;  // a quotient of 64 bits takes longer
+        const int64_t place = of_value * (int64_t)PANEL + column;
         const rf value = are_halves ? widen_halves((const uint16_t*)values + place)
                                     : load<rf>((const float*)values + place);
         if (!factors) return value;
@@ -498,6 +502,128 @@ inline void add_group(const Quantized& m, int64_t group, int64_t panel, int64_t 
     }
 }
 
+// A product with small groups keeps the totals of its rows in registers, beside the sums of a group: so a tile has half
+// of the rows that it would have without. It multiplies a run of groups at a time, whose widened columns fit the L1
+// cache.
+constexpr int MOST_GROUP_ROWS = FEW_TILE_ROWS, MOST_TOGETHER = 4, MOST_SMALL = 64;  // rows, groups, inputs of a group
+constexpr int64_t RUN = DEPTH / 2;                                                  // steps
+
+// Says whether the groups of a matrix are multiplied so.
+template <class Q> inline bool has_small_groups(const Quantized& m) {
+    const int64_t steps = m.group / PER_STEP<typename Q::left>;
+    return Q::IS_FAST && IN_PAIRS<typename Q::left> && m.group < m.in && m.group <= MOST_SMALL && !m.zeros &&
+           RUN % (MOST_TOGETHER * steps) == 0 && !uses_amx<typename Q::left>();
+}
+
+// Adds the products of ROWS rows and `count` groups of `chunks` chunks each to totals [ROWS][PANEL], in the order of
+// `add_group`. `row` counts the groups of all panels up to the first of these. right(chunk, step, v) returns a register
+// of the columns; chunks count from the first of the groups. TOGETHER groups have their sums at the same time: where rows
+// are few, that hides the latency of the multiply-add.
+template <class P, int STEPS, int ROWS, int TOGETHER, class Right>
+ALWAYS_INLINE void add_groups(const typename P::left* a, int64_t count, int64_t chunks, const Quantized& m, int64_t row,
+                              const float* input_sums, int64_t sums_row, float* totals, Right right) {
+    constexpr int SUMS = ROWS * REGISTERS;
+    rf total[SUMS];
+#pragma GCC unroll 24
+    for (int j = 0; j < SUMS; ++j) total[j] = load<rf>(totals + j * PART_LANES);
+    for (int64_t g = 0; g < count; g += TOGETHER) {
+        rf acc[TOGETHER * SUMS];
+#pragma GCC unroll 24
+        for (int j = 0; j < TOGETHER * SUMS; ++j) acc[j] = rf{};
+        for (int64_t i = 0; i < chunks; ++i)
+#pragma GCC unroll 24
+            for (int n = 0; n < TOGETHER; ++n)
+#pragma GCC unroll 24
+                for (int step = 0; step < STEPS; ++step) {
+                    const int64_t chunk = (g + n) * chunks + i;
+                    rf columns[REGISTERS];
+#pragma GCC unroll 24
+                    for (int v = 0; v < REGISTERS; ++v) columns[v] = right(chunk, step, v);
+#pragma GCC unroll 24
+                    for (int j = 0; j < SUMS; ++j)
+                        acc[n * SUMS + j] = P::fma(acc[n * SUMS + j],
+                                                   a[j / REGISTERS * LEFT_ROW + chunk * STEPS + step],
+                                                   columns[j % REGISTERS]);
+                }
+#pragma GCC unroll 24
+        for (int n = 0; n < TOGETHER; ++n)
+#pragma GCC unroll 24
+            for (int v = 0; v < REGISTERS; ++v) {
+                const rf scale = m.scales.at(row + g + n, v * PART_LANES);
+#pragma GCC unroll 24
+                for (int r = 0; r < ROWS; ++r) total[r * REGISTERS + v] += acc[n * SUMS + r * REGISTERS + v] * scale;
+                if (!m.minima.values) continue;
+                const rf minimum = m.minima.at(row + g + n, v * PART_LANES);
+#pragma GCC unroll 24
+                for (int r = 0; r < ROWS; ++r)
+                    total[r * REGISTERS + v] -= minimum * input_sums[r * sums_row + g + n];
+            }
+    }
+#pragma GCC unroll 24
+    for (int j = 0; j < SUMS; ++j) store(totals + j * PART_LANES, total[j]);
+}
+
+// Calls `add_groups` for at most MOST_GROUP_ROWS rows, of which `a` has the first, and the groups of a run.
+template <class P, int STEPS, int ROWS = MOST_GROUP_ROWS, class Right>
+inline void add_groups_of(int64_t rows, const typename P::left* a, int64_t count, int64_t chunks, const Quantized& m,
+                          int64_t row, const float* input_sums, int64_t sums_row, float* totals, Right right) {
+    if constexpr (ROWS > 0) {
+        if (rows != ROWS)
+            return add_groups_of<P, STEPS, ROWS - 1>(rows, a, count, chunks, m, row, input_sums, sums_row, totals,
+                                                     right);
+        constexpr int TOGETHER = ROWS == 1 ? MOST_TOGETHER : ROWS <= 3 ? 2 : 1;
+        const int64_t in_fours = count / TOGETHER * TOGETHER, rest = count - in_fours;
+        add_groups<P, STEPS, ROWS, TOGETHER>(a, in_fours, chunks, m, row, input_sums, sums_row, totals, right);
+        if (TOGETHER == 1 || rest == 0) return;
+        add_groups<P, STEPS, ROWS, 1>(
+            a + in_fours * chunks * STEPS, rest, chunks, m, row + in_fours, input_sums + in_fours, sums_row, totals,
+            [=](int64_t chunk, int step, int v) { return right(in_fours * chunks + chunk, step, v); });
+    }
+}
+
+// Computes totals [rows][PANEL] = x times a panel whose groups are small. The columns of a run are widened once for
+// all pieces of many rows.
+template <class Q>
+inline void multiply_small_groups(const typename Q::left::left* x, int64_t rows, const Quantized& m, int64_t panel,
+                                  const float* input_sums, float* totals) {
+    using P = typename Q::left;
+    alignas(64) float widened[RUN * PANEL];
+    const int64_t chunks = m.chunks<Q>(), groups = m.groups(), group = m.group / Q::INPUTS;
+    std::fill_n(totals, rows * PANEL, 0.0f);
+    for (int64_t g = 0, count; g < groups; g += count) {
+        const int64_t first = g * group, step = first * Q::STEPS;
+        count = std::min((RUN - step % RUN) / Q::STEPS, chunks - first) / group;  // whole groups of this run
+        const int64_t each = count ? group : chunks - first;                      // or a part of one, the last
+        count = std::max<int64_t>(count, 1);
+        const uint8_t* codes = m.codes + (panel * chunks + first) * Q::BYTES;
+        const auto* a = x + step / DEPTH * rows * LEFT_ROW + step % DEPTH;
+        const auto read = [=](int64_t chunk, int step, int v) {
+            const uint8_t* at = codes + chunk * Q::BYTES;
+            if (step == 0 && v == 0)
+                for (int byte = 0; byte < Q::BYTES; byte += LINE) __builtin_prefetch(at + AHEAD + byte, 0, 2);
+            return Q::right(at, step, v);
+        };
+        const int64_t row = panel * groups + g;
+        if (rows <= 2 * MOST_GROUP_ROWS) {  // to store the widened columns would take longer than to widen them twice
+            row_pieces(rows, MOST_GROUP_ROWS, [&](int64_t r, int64_t piece) {
+                add_groups_of<P, Q::STEPS>(piece, a + r * LEFT_ROW, count, each, m, row, input_sums + r * groups + g,
+                                           groups, totals + r * PANEL, read);
+            });
+            continue;
+        }
+        float* to = widened;
+        for (int64_t i = 0; i < count * each; ++i)
+#pragma GCC unroll 24
+            for (int step = 0; step < Q::STEPS; ++step)
+                for (int v = 0; v < REGISTERS; ++v, to += PART_LANES) store(to, read(i, step, v));
+        const auto reread = [&](int64_t step, int, int v) { return load<rf>(widened + step * PANEL + v * PART_LANES); };
+        row_pieces(rows, MOST_GROUP_ROWS, [&](int64_t r, int64_t piece) {
+            add_groups_of<P, 1>(piece, a + r * LEFT_ROW, count, each * Q::STEPS, m, row, input_sums + r * groups + g,
+                                groups, totals + r * PANEL, reread);
+        });
+    }
+}
+
 // Computes y[rows][columns] = x times `panels` panels from `panel` on, + bias unless that is null. x is in the blocks
 // that put_left makes. input_sums [rows][groups] are the sums of x, if the matrix has zeros or minima.
 template <class Q>
@@ -512,6 +638,11 @@ inline void multiply_codes(const typename Q::left::left* x, const float* input_s
     const int64_t chunks = m.chunks<Q>(), width = panels * PANEL, group = std::max<int64_t>(m.group / Q::INPUTS, 1);
     const uint8_t* first = m.codes + panel * chunks * Q::BYTES;
     int64_t i = 0;
+    if constexpr (Q::IS_FAST && IN_PAIRS<P>)
+        if (has_small_groups<Q>(m)) {
+            multiply_small_groups<Q>(x, rows, m, panel, input_sums, totals);
+            i = chunks;
+        }
 #ifdef WITH_AMX
     if constexpr (IN_PAIRS<P>)
         if (uses_amx<P>() && rows <= AMX_BLOCK_ROWS && m.group >= m.in) {
@@ -570,7 +701,7 @@ void multiply_code_panels(const typename Q::left::element* x, const Quantized& m
     // they are in 2 registers for each step of a chunk. Then the row waits for memory, and one stream is read faster.
     // Where looking up numbers takes registers, the sums of two panels would not stay in theirs.
     const bool is_stream = rows == 1 && (2 * Q::STEPS <= REGISTERS || HAS_NARROW);
-    const int64_t together = rows <= FEW_TILE_ROWS && !is_stream && !uses_amx<P>() ? 2 : 1;
+    const int64_t together = rows <= FEW_TILE_ROWS && !is_stream && !uses_amx<P>() && !has_small_groups<Q>(m) ? 2 : 1;
     const AmxRegisters registers(rows, uses_amx<P>());
     row_pieces(rows, rows_together<typename Q::left>(m.chunks<Q>() * Q::STEPS), [&](int64_t first, int64_t count) {
         auto* rows_left = cache_lines(left, (blocks * count + AMX_ROWS) * LEFT_ROW);

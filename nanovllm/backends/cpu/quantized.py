@@ -143,15 +143,14 @@ def lay_codes(codes: Codes, dtype: torch.dtype) -> Laid:
     if codes.zeros is not None:
         zeros = _by_panel(codes.zeros.float() - (8 if codes.bits == 4 else 0))
     scales = codes.scales.map(_by_panel)
-    minima: tuple[Tensor | None, Tensor | None] = (None, None)
+    tensors = [packed, scales.values, scales.factors, None, None, zeros]
     if codes.minima is not None:
-        laid = codes.minima.map(_by_panel)
-        minima = (laid.values, laid.factors)
-    tensors = (packed, scales.values, scales.factors, *minima, zeros)
+        minima = codes.minima.map(_by_panel)
+        tensors[3:5] = minima.values, minima.factors
     return_freed_memory()
     halves = scales.values.dtype == torch.float16
     sizes = (in_features, out_features, min(group, in_features), codes.scales.groups_per_value, halves, out_features)
-    return Laid(library, "linear_codes", "grouped_codes", "weight_rows", tensors, (*sizes, form))
+    return Laid(library, "linear_codes", "grouped_codes", "weight_rows", tuple(tensors), (*sizes, form))
 
 
 def choose_form(codes: Codes) -> int:
