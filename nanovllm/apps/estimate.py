@@ -72,15 +72,19 @@ def fetch_config(model: str, model_impl: str = "auto") -> "PretrainedConfig":
         shape = model.rpartition("/")[2].lower()
         if model.lower() in (shape, PRESETS.get(shape, "").lower()) and shape in PRESETS and not path.exists():
             return load_model_config(preset_config(shape), f"preset {shape}", model_impl)
-        if is_gguf(model):
-            found = find_gguf(model, downloads=False)
-            return load_model_config(found.config, found.source, model_impl)
-        if not path.is_file():
-            folder = ModelFolder(find_folder(model) or download(model, ["config.json", *QUANTIZATION_CONFIGS]))
-            return load_model_config(folder.config, folder.source, model_impl)
-        return load_model_config(read_json(path), str(path), model_impl)
+        if path.is_file() and not is_gguf(model):
+            return load_model_config(read_json(path), str(path), model_impl)
+        folder = open_model(model, ["config.json", *QUANTIZATION_CONFIGS])
+        return load_model_config(folder.config, folder.source, model_impl)
     except ValueError as error:
         raise explain(error, model) or error from error
+
+
+def open_model(model: str, patterns: list[str]) -> ModelFolder:
+    """Return the files of a model. Of a hub id those that match the patterns are downloaded, and no file in GGUF."""
+    if is_gguf(model):
+        return find_gguf(model, downloads=False)
+    return ModelFolder(find_folder(model) or download(model, patterns))
 
 
 class Gpu:
@@ -377,13 +381,12 @@ def read_lengths(
 
     The lengths are (tokens of the prompt, most tokens of the answer), for each answer.
     """
-    folder = find_folder(config.model) or download(config.model, [*CONFIGS, *TOKENIZER])
-    model = ModelFolder(folder)
+    model = open_model(config.model, [*CONFIGS, *TOKENIZER])
     tokenizer = read_tokenizer(config.tokenizer, model, config.max_model_len)
     if tokenizer is None:
-        raise ValueError(f"--input needs a tokenizer, and {explain_no_tokenizer(folder)}")
+        raise ValueError(f"--input needs a tokenizer, and {explain_no_tokenizer(model.path)}")
     params, refused = read_default_params(model)
-    facts = ModelFacts(default_params=params, refused_defaults=refused, origin=folder)
+    facts = ModelFacts(default_params=params, refused_defaults=refused, origin=model.path)
     llm = LLM.__new__(LLM)
     llm.engine = assemble(config, facts, tokenizer, None, 1)  # type: ignore[arg-type]  # nothing will run
     lengths: list[tuple[int, int]] = []

@@ -1,11 +1,11 @@
 """A tokenizer built from the metadata of a GGUF file gives the ids and the prompts of the original."""
 
-import json
 import unicodedata
 from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.gguf_models import describe_tokenizer
 from tokenizers import Tokenizer as Backend
 from transformers import CohereTokenizer, GemmaTokenizer, GPT2Tokenizer, GPTNeoXTokenizer, Qwen2Tokenizer
 from transformers.convert_slow_tokenizer import bytes_to_unicode
@@ -35,32 +35,10 @@ TALK = [
 METASPACE = "\u2581"
 
 
-def describe(folder: Path, pre: str, num_rows: int) -> dict[str, Any]:
-    """Return what llama.cpp's converter writes of a folder's tokenizer, for an embedding of so many rows."""
-    data = json.loads((folder / "tokenizer.json").read_text())
-    settings = json.loads((folder / "tokenizer_config.json").read_text())
-    added = {token["id"]: token for token in data["added_tokens"]}
-    tokens = {i: token for token, i in data["model"]["vocab"].items()} | {i: one["content"] for i, one in added.items()}
-    kinds = dict.fromkeys(tokens, Kind.NORMAL)
-    kinds |= {i: Kind.CONTROL if one["special"] else Kind.USER_DEFINED for i, one in added.items()}
-    metadata = {
-        "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.pre": pre,
-        "tokenizer.ggml.tokens": [tokens.get(i, f"[PAD{i}]") for i in range(num_rows)],
-        "tokenizer.ggml.token_type": [int(kinds.get(i, Kind.UNUSED)) for i in range(num_rows)],
-        "tokenizer.ggml.merges": [" ".join(merge) for merge in data["model"]["merges"]],
-        "tokenizer.chat_template": (folder / "chat_template.jinja").read_text(),
-    }
-    by_text = {token: i for i, token in tokens.items()}
-    for name, key in (("eos", "eos"), ("pad", "padding")):
-        metadata[f"tokenizer.ggml.{key}_token_id"] = by_text[settings[f"{name}_token"]]
-    return metadata
-
-
 @pytest.fixture
 def box() -> dict[str, Any]:
     """The metadata of the built-in model's tokenizer."""
-    return describe(find_model(BOX), "qwen2", 704)
+    return describe_tokenizer(find_model(BOX), "qwen2", 704)
 
 
 def make_bytes(pre: str, words: tuple[str, ...] = ()) -> dict[str, Any]:

@@ -8,8 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.gguf_models import draw_matrix, save_gguf
+from helpers.gguf_models import describe_tokenizer, draw_matrix, save_gguf, write_gguf
+from helpers.paths import BOX_MODEL
 from helpers.tiny import SMALL, draw_prompts, greedy
+from transformers import AutoModelForCausalLM
 
 from benchmarks.evidence.bench_loading import measure
 from nanovllm import LLM, SamplingParams
@@ -192,3 +194,47 @@ def test_loading_holds_the_packed_size_and_two_of_the_largest_matrices(tmp_path:
     found = measure(path, "cpu", "gguf")
     assert found["most"] < packed + 2 * largest + 128 * 10**6
     assert found["held"] < 1.05 * packed + 64 * 10**6
+
+
+@pytest.fixture(scope="module")
+def box(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The built-in model as a GGUF, with its tokenizer, its template and its defaults of sampling."""
+    path = tmp_path_factory.mktemp("box") / "box.gguf"
+    metadata = describe_tokenizer(BOX_MODEL, "qwen2", 664)
+    metadata |= {"general.sampling.temp": 0.6, "general.sampling.top_k": 20, "general.sampling.top_p": 0.95}
+    model = AutoModelForCausalLM.from_pretrained(BOX_MODEL, dtype=torch.float32)
+    write_gguf(path, model, "qwen3", "BF16", metadata)
+    return path
+
+
+def test_the_built_in_model_as_a_gguf_answers_as_its_folder_does(box: Path) -> None:
+    """Texts, prompts, ends of answers, scores and vectors: all of it is the same."""
+    told = []
+    for model in ("tiny-qwen3", box):
+        with LLM(model, **OPTIONS | {"max_model_len": 256}) as llm:
+            talk = [{"role": "user", "content": "What is 5 + 6?"}]
+            answer = llm.chat(talk, SamplingParams(temperature=0, max_tokens=32), use_tqdm=False)[0]
+            [drawn] = llm.generate(["count from 3 to 9"], SamplingParams(seed=3, max_tokens=8), use_tqdm=False)
+            score = llm.score("count from 3", " to 9", use_tqdm=False)[0]
+            vector = llm.embed(["hello"], use_tqdm=False)[0]["embedding"].tolist()
+            facts = llm.engine.facts
+            said = [answer["text"], answer["finish_reason"], answer["prompt_token_ids"], drawn["token_ids"]]
+            told.append((*said, score["logprobs"], vector, facts.eos_token_ids, facts.default_params.top_k))
+            assert facts.default_params.temperature == pytest.approx(0.6)
+    assert told[0] == told[1]
+
+
+def test_a_job_of_texts_runs_and_is_estimated(box: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from nanovllm.apps.cli import main
+
+    talk = [{"role": "user", "content": "hello"}]
+    line: dict[str, Any] = {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions"}
+    line["body"] = {"model": "m", "messages": talk, "max_tokens": 4, "temperature": 0}
+    (tmp_path / "in.jsonl").write_text(json.dumps(line) + "\n")
+    source = ["-i", str(tmp_path / "in.jsonl")]
+    options = ["--served-model-name", "m", "--dtype", "float32", "--max-model-len", "112"]
+    assert main(["run-batch", *source, "-o", str(tmp_path / "out.jsonl"), "--model", str(box), *options]) == 0
+    answer = json.loads((tmp_path / "out.jsonl").read_text())["response"]["body"]
+    assert answer["choices"][0]["message"]["content"]
+    assert main(["estimate", str(box), "--device", "cpu", "--memory", "8GB", "--input", source[1]]) == 0
+    assert "1 requests" in capsys.readouterr().out

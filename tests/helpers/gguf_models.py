@@ -1,5 +1,6 @@
 """Small random models in GGUF, written by the gguf package, beside transformers' models of the same numbers."""
 
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -91,6 +92,30 @@ def describe(architecture: str, config: Any) -> dict[str, Any]:
     return {f"{architecture}.{key}": value for key, value in found.items()}
 
 
+def describe_tokenizer(folder: Path, pre: str, num_rows: int) -> dict[str, Any]:
+    """Return what llama.cpp's converter writes of a folder's tokenizer, for an embedding of so many rows."""
+    import gguf
+
+    data = json.loads((folder / "tokenizer.json").read_text())
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    added = {token["id"]: token for token in data["added_tokens"]}
+    tokens = {i: token for token, i in data["model"]["vocab"].items()} | {i: one["content"] for i, one in added.items()}
+    kinds = dict.fromkeys(tokens, gguf.TokenType.NORMAL)
+    kinds |= {i: gguf.TokenType.CONTROL if one["special"] else gguf.TokenType.USER_DEFINED for i, one in added.items()}
+    metadata: dict[str, Any] = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": pre,
+        "tokenizer.ggml.tokens": [tokens.get(i, f"[PAD{i}]") for i in range(num_rows)],
+        "tokenizer.ggml.token_type": [int(kinds.get(i, gguf.TokenType.UNUSED)) for i in range(num_rows)],
+        "tokenizer.ggml.merges": [" ".join(merge) for merge in data["model"]["merges"]],
+        "tokenizer.chat_template": (folder / "chat_template.jinja").read_text(),
+    }
+    by_text = {token: i for i, token in tokens.items()}
+    for name, key in (("eos", "eos"), ("pad", "padding")):
+        metadata[f"tokenizer.ggml.{key}_token_id"] = by_text[settings[f"{name}_token"]]
+    return metadata
+
+
 def find_kind(value: Any) -> Any:
     """Return the type of a value in metadata. llama.cpp has whole numbers without a sign."""
     import gguf
@@ -98,36 +123,44 @@ def find_kind(value: Any) -> Any:
     return gguf.GGUFValueType.UINT32 if type(value) is int else gguf.GGUFValueType.get_type(value)
 
 
-def save_gguf(
-    path: Path,
-    architecture: str = "qwen3",
-    types: Types | str = "F32",
-    *,
-    metadata: Mapping[str, Any] | None = None,
-    tensors: Mapping[str, np.ndarray] | None = None,
-    num_files: int = 1,
-    seed: int = 0,
-    **changes: Any,
-) -> Any:
+def save_gguf(path: Path, architecture: str = "qwen3", types: Types | str = "F32", **options: Any) -> Any:
     """Write a random model to a file, and return transformers' model of what the file means, in float32.
 
     Args:
         types: the type of every matrix, or of each.
+        options: those of `write_gguf`, and changes of transformers' configuration.
+    """
+    own = {name: options.pop(name) for name in ("metadata", "tensors", "num_files") if name in options}
+    class_name, config = MODELS[architecture]
+    model_class = getattr(transformers, class_name)
+    scratch = path.parent / f"{path.stem}-transformers"
+    model = save_random(scratch, model_class=model_class, **{**LARGER, **config, **options})
+    write_gguf(path, model, architecture, types, **own)
+    return model
+
+
+def write_gguf(
+    path: Path,
+    model: Any,
+    architecture: str,
+    types: Types | str,
+    metadata: Mapping[str, Any] | None = None,
+    tensors: Mapping[str, np.ndarray] | None = None,
+    num_files: int = 1,
+) -> None:
+    """Write transformers' model to a file, and give it the numbers that the file means.
+
+    Args:
         metadata: keys beside those of the model; None takes a key away.
         tensors: tensors beside those of the model.
         num_files: how many files it is split into.
-        changes: changes of transformers' configuration.
     """
     import gguf
 
-    class_name, own = MODELS[architecture]
-    model_class = getattr(transformers, class_name)
-    scratch = path.parent / f"{path.stem}-transformers"
-    model = save_random(scratch, model_class=model_class, seed=seed, **{**LARGER, **own, **changes})
     config = model.config
     kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     names = gguf.get_tensor_name_map(kind, config.num_hidden_layers)
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     limit = {"split_max_tensors": -(-len(model.state_dict()) // num_files)} if num_files > 1 else {}
     writer = gguf.GGUFWriter(path, architecture, **limit)
     for key, value in (describe(architecture, config) | dict(metadata or {})).items():
@@ -171,4 +204,3 @@ def save_gguf(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return model
