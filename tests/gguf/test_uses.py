@@ -114,6 +114,21 @@ def test_an_estimate_has_the_bytes_of_the_file(tmp_path: Path) -> None:
         assert float(told) == pytest.approx(size / 2**30, rel=0.02, abs=0.005)
 
 
+@pytest.mark.parametrize("split", ["tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"])
+def test_ranks_stages_and_replicas_say_what_one_process_says(tmp_path: Path, split: str) -> None:
+    """Llama's rows of queries and keys are put into another order, and each rank takes its share of them."""
+    path = tmp_path / "model.gguf"
+    kinds = {"attn_v": "Q6_K", "output.": "Q6_K"}
+    model = save_gguf(
+        path,
+        "llama",
+        lambda name: next((kind for part, kind in kinds.items() if part in name), "Q4_K"),
+        hidden_size=512,
+    )
+    with LLM(path, **OPTIONS | {split: 2}) as llm:
+        assert say(llm) == [greedy(model, prompt, 8) for prompt in PROMPTS]
+
+
 @pytest.mark.parametrize("command", ["doctor", "estimate"])
 def test_commands_take_a_file(path: Path, command: str, capsys: pytest.CaptureFixture[str]) -> None:
     from nanovllm.apps.cli import main

@@ -27,16 +27,16 @@ LAYER = re.compile(r"blk\.(\d{1,9})\.(\w+)\.(weight|bias)")
 
 
 class Named(NamedTuple):
-    """A tensor, or the matrix of one expert of it.
+    """A tensor, or the matrix of one expert of it. Ranks get it, so it holds plain values.
 
     Attributes:
-        order: the rows in transformers' order; None if they are in it.
+        num_pairs: the heads whose rows are in pairs; 0 if the rows are in transformers' order.
         plus: is added to the numbers.
         expert: the number of an expert; None for a whole tensor.
     """
 
     place: Place
-    order: Tensor | None = None
+    num_pairs: int = 0
     plus: float = 0.0
     expert: int | None = None
 
@@ -69,7 +69,7 @@ def name_tensors(file: GgufFile, architecture: Architecture, config: Mapping[str
             if len(place.shape) != 3 or place.shape[0] != count or count > MOST["num_experts"]:
                 raise ValueError(f"{what} has shape {list(place.shape)}; the metadata has {count} experts")
             experts = list(range(count))
-        named = Named(place, find_order(architecture, match[2] if match else "", config, place))
+        named = Named(place, count_pairs(architecture, match[2] if match else "", config, place))
         if architecture.has_folded_norms and owner.endswith("norm"):
             named = named._replace(plus=-1.0)
         end = place.type_name if place.type_name in CODED and len(place.shape) > 1 else kind
@@ -81,18 +81,23 @@ def name_tensors(file: GgufFile, architecture: Architecture, config: Mapping[str
     return found
 
 
-def find_order(architecture: Architecture, name: str, config: Mapping[str, Any], place: Place) -> Tensor | None:
-    """Return the rows of queries or keys in transformers' order, int64 [out]; None for others.
-
-    llama.cpp's llama rotates neighbours, and transformers the halves of a head: 0 1 2 3 becomes 0 2 1 3.
-    """
+def count_pairs(architecture: Architecture, name: str, config: Mapping[str, Any], place: Place) -> int:
+    """Return the number of heads of queries or keys whose rows are in pairs; 0 for other tensors."""
     if not architecture.has_pairs or name not in ("attn_q", "attn_k"):
-        return None
-    heads = config["num_attention_heads" if name == "attn_q" else "num_key_value_heads"]
+        return 0
+    heads: int = config["num_attention_heads" if name == "attn_q" else "num_key_value_heads"]
     rows = place.shape[0]
     if not heads or rows % (2 * heads):
         raise ValueError(f"{place.file}: {name} has {rows} rows, which {heads} heads cannot share")
-    return torch.arange(rows).view(heads, -1, 2).transpose(1, 2).flatten()
+    return heads
+
+
+def order_rows(num_rows: int, num_heads: int) -> Tensor:
+    """Return the rows of queries or keys in transformers' order, int64 [rows].
+
+    llama.cpp's llama rotates neighbours, and transformers the halves of a head: 0 1 2 3 becomes 0 2 1 3.
+    """
+    return torch.arange(num_rows).view(num_heads, -1, 2).transpose(1, 2).flatten()
 
 
 def dequantize(blocks: Tensor, place: Place) -> Tensor:
@@ -163,8 +168,9 @@ class StoredTensor:
         rows, *others = index if isinstance(index, tuple) else (index,)
         if rows is Ellipsis:
             rows = slice(None)
-        order = self.named.order
-        part = self._stored()[rows if order is None else order[rows]]
+        stored = self._stored()
+        pairs = self.named.num_pairs
+        part = stored[order_rows(len(stored), pairs)[rows] if pairs else rows]
         if self._is_dequantised:
             part = dequantize(part, self.named.place)
         if self.named.plus:
