@@ -425,3 +425,22 @@ def test_a_template_s_name_is_no_path(name: str, box: dict[str, Any], tmp_path: 
         write_tokenizer(box | {f"tokenizer.chat_template{name}": "x"}, tmp_path)
     with pytest.raises(ValueError, match="must be a text"):
         write_tokenizer(box | {"tokenizer.chat_template": 7}, tmp_path)
+
+
+def test_another_tokenizer_takes_the_place_of_one_that_cannot_be_built(tmp_path: Path) -> None:
+    from helpers.gguf_models import save_gguf
+    from helpers.tiny import SMALL
+
+    from nanovllm import LLM, SamplingParams
+
+    pytest.importorskip("gguf")
+    path = tmp_path / "model.gguf"
+    metadata = make_bytes("mystery", ("he",))
+    save_gguf(path, metadata=metadata, vocab_size=len(metadata["tokenizer.ggml.tokens"]))
+    write_tokenizer(metadata | {"tokenizer.ggml.pre": "qwen2"}, tmp_path)
+    options = SMALL | {"device": "cpu", "attention_backend": "torch"}
+    with pytest.raises(ValueError, match=r"model\.gguf: tokenizer\.ggml\.pre is 'mystery'.*tokenizer="):
+        LLM(path, **options)
+    with LLM(path, tokenizer=tmp_path, **options) as llm:
+        (output,) = llm.generate(["ab"], SamplingParams(temperature=0, max_tokens=3), use_tqdm=False)
+    assert output["prompt_token_ids"] == [metadata["tokenizer.ggml.tokens"].index(letter) for letter in "ab"]
