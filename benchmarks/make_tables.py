@@ -73,7 +73,7 @@ def fill(text: str, page: str, results: dict[str, Results]) -> str:
 
 def write_results(results: Results, names: list[str], to_root: str) -> str:
     """Return how something was measured, and tables of it, as Markdown."""
-    place = f"[The data]({to_root}benchmarks/results/{results.name}.json)"
+    place = f"[Data and commands]({to_root}benchmarks/results/{results.name}.json)"
     said = {
         "Machine": results.machine,
         "Commit": results.commit,
@@ -88,14 +88,7 @@ def write_results(results: Results, names: list[str], to_root: str) -> str:
     for name in names:
         title = f"**{name[0].upper()}{name[1:]}:**\n\n" if len(names) > 1 else ""
         tables.append(title + write_table(results.tables[name]))
-    return "\n".join([head + "\n", *tables, f"```\n{wrap_command(results.commands[0])}\n```\n"])
-
-
-def wrap_command(command: str) -> str:
-    """Return a command on lines that a shell joins. A line ends before an option alone, so no quoted word is cut."""
-    bound = re.sub(r" (?!--)", "\0", command)
-    lines = textwrap.wrap(bound, WIDTH - 4, subsequent_indent="    ", break_on_hyphens=False, break_long_words=False)
-    return " \\\n".join(lines).replace("\0", " ")
+    return "\n".join([head + "\n", *tables])
 
 
 def write_table(table: Table) -> str:

@@ -2,7 +2,6 @@
 
 import json
 import re
-import shlex
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +13,7 @@ from helpers.paths import ROOT
 
 from benchmarks.draw_speed import draw
 from benchmarks.figures import Cell, Results, Table, list_figures, read, read_all
-from benchmarks.make_tables import BLOCK, PAGES, PICTURE, fill, find_stale, make_anchor, wrap_command
+from benchmarks.make_tables import BLOCK, PAGES, PICTURE, fill, find_stale, make_anchor
 
 RESULTS = read_all()
 
@@ -152,12 +151,6 @@ def test_a_comparison_of_a_cell_without_a_ratio_is_refused(copy: Path) -> None:
     change(path, "comparisons", [entry])
     with pytest.raises(ValueError, match="without a ratio"):
         read(path)
-
-
-@pytest.mark.parametrize("command", [command for found in RESULTS.values() for command in found.commands])
-def test_a_command_on_several_lines_has_the_same_words(command: str) -> None:
-    joined = wrap_command(command).replace("\\\n", "")  # as a shell does it
-    assert shlex.split(joined) == shlex.split(command)
 
 
 def test_a_block_of_a_file_that_does_not_exist_is_refused() -> None:
