@@ -62,10 +62,6 @@ def ignoring_packed_sequences() -> Iterator[None]:
         masking_utils.find_packed_sequence_indices = original
 
 
-def ignore_padding(*_: Any) -> None:
-    """Stands for transformers' warning about pad tokens, for which it would read the ids."""
-
-
 class KeepViews(TorchFunctionMode):
     """Within, `contiguous` copies nothing, so that a view of a tensor stays one."""
 
@@ -208,7 +204,7 @@ class AnyDecoder(nn.Module):
     def _take_body(self) -> None:
         """Take the layers out of transformers' model, and put a stub there."""
         body = self.hf.get_decoder()
-        body.warn_if_padding_and_no_attention_mask = ignore_padding
+        body.warn_if_padding_and_no_attention_mask = lambda *_: None  # it would read the ids
         self.body_path = find_path(self.hf, body)
         self._embedding_path = find_path(body, self.hf.get_input_embeddings())
         self._head_path = find_path(self.hf, self.hf.get_output_embeddings())
@@ -274,19 +270,15 @@ class AnyDecoder(nn.Module):
         finally:
             for module, name, value in buffers:
                 module._buffers[name] = value
-            self.choose_own_attention()
+            self.choose_attention()
         return calls
 
-    def choose_attention(self, name: str) -> None:
-        """Have all modules call the attention function of this name in transformers' table."""
+    def choose_attention(self, name: str = NAME) -> None:
+        """Have all modules call the attention function of this name in transformers' table: by default the engine's."""
         for module in (*self.hf.modules(), *self.body.modules()):
             own: Any = getattr(module, "config", None)
             if hasattr(own, "_attn_implementation_internal"):
                 own._attn_implementation_internal = name
-
-    def choose_own_attention(self) -> None:
-        """Have all modules call the engine's attention."""
-        self.choose_attention(NAME)
 
     def count_modules(self) -> tuple[int, int]:
         """Return how many of the modules that compute are ours, and how many there are."""

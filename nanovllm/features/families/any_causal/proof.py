@@ -72,7 +72,7 @@ def run_whole(model: "AnyDecoder", ids: Tensor) -> Tensor:
     try:
         hidden = model.body(input_ids=ids[None].long().to(device), use_cache=False)[0][0]
     finally:
-        model.choose_own_attention()
+        model.choose_attention()
     return score(model, hidden, ids)
 
 
