@@ -43,7 +43,7 @@ const std::map<std::string, void (*)(Arguments&)> KERNELS = {
     BOTH(linear), BOTH(attend), BOTH(add_rms_norm), BOTH(silu_and_mul), BOTH(norm_rope_store), BOTH(sample),
     BOTH(grouped_linear), BOTH(route), BOTH(combine), BOTH(causal_conv), BOTH(gated_delta),
     BOTH(gated_rms_norm), BOTH(sigmoid_and_mul),
-    BOTH(pack_codes), BOTH(weight_rows), BOTH(linear_codes), BOTH(grouped_codes),
+    BOTH(pack_codes), BOTH(chunk_sizes), BOTH(weight_rows), BOTH(linear_codes), BOTH(grouped_codes),
     {"edit_logits_float32", [](Arguments& a) { run(edit_logits_float32, a); }},
     {"pack", [](Arguments& a) { run(pack, a); }}, {"packed_rows", [](Arguments& a) { run(packed_rows, a); }},
     {"gather_rows", [](Arguments& a) { run(gather_rows, a); }}};

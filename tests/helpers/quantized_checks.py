@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from helpers.cpu_checks import rounding
-from nanovllm.backends.cpu.quantized import CpuMatrix
+from nanovllm.backends.cpu.backend import CpuBackend
+from nanovllm.backends.cpu.quantized import CpuMatrix, CpuSideBySide, Operators
 from nanovllm.backends.cpu.scratch import Scratch
 from nanovllm.features.families.qwen3_moe.ops import Routing, grouped_linear_reference
 from nanovllm.features.quantized.codes import FROM_ZERO, IQ4_NUMBERS, Codes, Scales, pack_int4, quantize_int8
@@ -148,3 +149,26 @@ def check_quantized_experts(name: str, dtype: torch.dtype, in_features: int, out
     for expert, (begin, end) in enumerate(pairwise(offsets.tolist())):
         matrix = CpuMatrix(codes.take_expert(expert), dtype, Scratch())
         assert torch.equal(matrix.multiply(x[tokens[begin:end]], None), y[begin:end])
+
+
+def check_side_by_side(dtype: torch.dtype) -> None:
+    """Matrices of other forms beside each other give the bits of each alone, and so do experts'."""
+    generator = torch.Generator().manual_seed(1)
+    names = ("Q4_K", "Q6_K", "int8 at load")
+    sizes = (70, 33, 32)
+    operators = Operators(CpuBackend())
+    bias = torch.randn(sum(sizes), generator=generator).to(dtype)
+    codes = [draw_codes((size, 512), name, generator) for name, size in zip(names, sizes, strict=True)]
+    joined = operators.lay_beside(codes, dtype)
+    assert isinstance(joined, CpuSideBySide)
+    alone = [CpuMatrix(one, dtype, Scratch()) for one in codes]
+    for rows in (1, 7, 70):
+        x = torch.randn(rows, 512, generator=generator).to(dtype)
+        expected = [one.multiply(x, own) for one, own in zip(alone, bias.split(sizes), strict=True)]
+        assert torch.equal(joined.multiply(x, bias), torch.cat(expected, 1))
+    experts = [draw_codes((3, size, 512), name, generator) for name, size in zip(names, sizes, strict=True)]
+    alone = [CpuMatrix(one, dtype, Scratch()) for one in experts]
+    routing = Routing(*(torch.empty(0),) * 2, torch.arange(9).int(), torch.tensor([0, 4, 4, 9]).int())
+    x = torch.randn(9, 512, generator=generator).to(dtype)
+    expected = [one.multiply_pairs(x, routing, True) for one in alone]
+    assert torch.equal(operators.lay_beside(experts, dtype).multiply_pairs(x, routing, True), torch.cat(expected, 1))

@@ -14,6 +14,7 @@ from helpers.quantized_checks import (
     assert_rows_keep_their_bits,
     check_quantized_experts,
     check_quantized_products,
+    check_side_by_side,
     draw_codes,
 )
 from helpers.warm import WarmPython
@@ -54,6 +55,11 @@ def test_a_row_has_the_same_bits_whatever_the_threads_and_the_rows_beside_it(nam
     matrix = CpuMatrix(draw_codes((2080, 1536), name, generator), dtype, Scratch())
     x = torch.randn(520, 1536, generator=generator).to(dtype)
     assert_rows_keep_their_bits(matrix, x)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+def test_matrices_of_other_forms_beside_each_other_keep_their_bits(dtype: torch.dtype) -> None:
+    check_side_by_side(dtype)
 
 
 def test_a_row_of_zeros_gives_zeros_and_a_broken_one_reaches_no_other_row() -> None:

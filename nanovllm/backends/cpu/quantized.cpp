@@ -63,6 +63,12 @@ template <class Q> void weight_rows(const Quantized& m, const int32_t* indices, 
     });
 }
 
+// Says how many bytes a chunk has, and how many inputs.
+template <class Q> void chunk_sizes(int64_t* sizes) {
+    sizes[0] = Q::BYTES;
+    sizes[1] = Q::INPUTS;
+}
+
 // The numbers of the formats: 8 bits without the code -128, which is slower; 8 bits with it; 6 bits; and 4 bits, by
 // each of the tables.
 enum { INT8 = 0, WHOLE_INT8 = 1, INT6 = 2, INT4 = 3, INT4_FROM_ZERO = 4, INT4_IQ = 5 };
@@ -100,20 +106,6 @@ EXPORT_CODES(linear_codes, (x, MATRIX, bias, y, rows), const void* x, TENSORS, c
              SIZES)
 EXPORT_CODES(grouped_codes, (x, MATRIX, offsets, y, experts), const void* x, TENSORS, const int32_t* offsets, void* y,
              int64_t experts, SIZES)
-
-// Returns the bytes of a chunk of a format, and the inputs that it has.
-#define EXPORT_SIZE(name, member)                                                      \
-    int64_t name##_bfloat16(int64_t format) {                                          \
-        int64_t size = 0;                                                              \
-        with_format<BFloat16>(format, [&](auto chosen) { size = decltype(chosen)::member; }); \
-        return size;                                                                   \
-    }                                                                                  \
-    int64_t name##_float32(int64_t format) {                                           \
-        int64_t size = 0;                                                              \
-        with_format<Float>(format, [&](auto chosen) { size = decltype(chosen)::member; }); \
-        return size;                                                                   \
-    }
-EXPORT_SIZE(chunk_bytes, BYTES)
-EXPORT_SIZE(chunk_inputs, INPUTS)
+EXPORT_CODES(chunk_sizes, (sizes), int64_t* sizes)
 
 }

@@ -2,6 +2,7 @@
 
 import functools
 import logging
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -13,7 +14,7 @@ from nanovllm.backends.cpu.library import PANEL, KernelLibrary, cpu_library, ope
 from nanovllm.backends.cpu.scratch import Scratch
 from nanovllm.features.quantized.codes import FROM_ZERO, IQ4_NUMBERS, Codes, InputScales
 from nanovllm.features.quantized.formats import Format
-from nanovllm.features.quantized.torch_matrix import MatrixOperators
+from nanovllm.features.quantized.torch_matrix import MatrixOperators, SideBySide
 from nanovllm.utils.integers import ceil_div
 
 if TYPE_CHECKING:
@@ -34,11 +35,6 @@ class QuantizedLibrary(KernelLibrary):
     """The kernels of quantised matrices."""
 
     source = "quantized.cpp"
-
-    def measure_chunk(self, form: int, dtype: torch.dtype) -> tuple[int, int]:
-        """Return the bytes of a chunk of a format, for left sides of a type, and the inputs that it has."""
-        end = "bfloat16" if dtype == torch.bfloat16 else "float32"
-        return self.library[f"chunk_bytes_{end}"](form), self.library[f"chunk_inputs_{end}"](form)
 
 
 @functools.cache
@@ -89,23 +85,36 @@ class CpuMatrix:
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """x [n, in] -> x W^T + bias [n, out]."""
+        y = self._scratch.empty(len(x), self._laid.sizes[1], dtype=x.dtype)
+        self.multiply_into(y, x, bias)
+        return y
+
+    def multiply_into(self, y: Tensor, x: Tensor, bias: Tensor | None) -> None:
+        """Write the product to y [n, out], whose rows are as far apart as `lay_codes` was told."""
         laid = self._laid
-        y = self._scratch.empty(len(x), laid.sizes[1], dtype=x.dtype)
         x = x.contiguous() if self._order is None else x[:, self._order]
         laid.library.call(laid.product, self._dtype, x, *laid.tensors, bias, y, len(x), *laid.sizes)
-        return y
 
     def multiply_pairs(self, x: Tensor, routing: "Routing", gather: bool) -> Tensor:
         """Multiply pairs by the matrices of their experts. See `grouped_linear_reference`."""
-        laid = self._laid
         rows = gather_rows(cpu_library(), x, routing.tokens, self._scratch) if gather else x.contiguous()
-        y = self._scratch.empty(len(rows), laid.sizes[1], dtype=x.dtype)
+        y = self._scratch.empty(len(rows), self._laid.sizes[1], dtype=x.dtype)
+        self.multiply_pairs_into(y, rows, routing)
+        return y
+
+    def multiply_pairs_into(self, y: Tensor, rows: Tensor, routing: "Routing") -> None:
+        """Do for sorted pairs [pairs, in] what `multiply_into` does."""
+        laid = self._laid
         if self._order is not None:
             order = self._order.repeat_interleave(routing.offsets.diff(), 0)  # [pairs, in], without those of padding
             rows = rows[: len(order)].gather(1, order)
         sizes = (len(routing.offsets) - 1, *laid.sizes)
         laid.library.call(laid.grouped_product, self._dtype, rows, *laid.tensors, routing.offsets, y, *sizes)
-        return y
+
+    def widen_rows(self, out: int) -> None:
+        """From now on results have rows of `out` elements, of which this matrix gives some: see `CpuSideBySide`."""
+        *sizes, _, form = self._laid.sizes
+        self._laid = self._laid._replace(sizes=(*sizes, out, form))
 
     def rows(self, indices: Tensor) -> Tensor:
         """Return the weights of the rows [n, in] at indices [n], rounded to the dtype."""
@@ -120,6 +129,40 @@ class CpuMatrix:
         return in_order
 
 
+class CpuSideBySide(SideBySide):
+    """The same for matrices of codes. Each writes its columns of one result, so a step can still be recorded."""
+
+    def __init__(self, parts: Sequence[CpuMatrix], sizes: Sequence[int], scratch: Scratch) -> None:
+        """
+        Args:
+            parts, sizes: see `SideBySide`.
+            scratch: lends memory to the results.
+        """
+        super().__init__(parts, sizes)
+        self._out = sum(sizes)
+        self._scratch = scratch
+        for part in parts:
+            part.widen_rows(self._out)
+
+    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        y = self._scratch.empty(len(x), self._out, dtype=x.dtype)
+        start = 0
+        for part, size in zip(self.parts, self.sizes, strict=True):
+            columns = slice(start, start + size)
+            part.multiply_into(y[:, columns], x, None if bias is None else bias[columns])
+            start += size
+        return y
+
+    def multiply_pairs(self, x: Tensor, routing: "Routing", gather: bool) -> Tensor:
+        rows = gather_rows(cpu_library(), x, routing.tokens, self._scratch) if gather else x.contiguous()
+        y = self._scratch.empty(len(rows), self._out, dtype=x.dtype)
+        start = 0
+        for part, size in zip(self.parts, self.sizes, strict=True):
+            part.multiply_pairs_into(y[:, start : start + size], rows, routing)
+            start += size
+        return y
+
+
 def lay_codes(codes: Codes, dtype: torch.dtype) -> Laid:
     """Lay codes out for the kernels of quantized.cpp, whose order depends on the type of their inputs.
 
@@ -130,7 +173,9 @@ def lay_codes(codes: Codes, dtype: torch.dtype) -> Laid:
     in_features = codes.in_features
     out_features = codes.out_features
     form = choose_form(codes)
-    chunk_bytes, inputs = library.measure_chunk(form, dtype)
+    chunk = torch.zeros(2, dtype=torch.int64)
+    library.call("chunk_sizes", dtype, chunk, form)
+    chunk_bytes, inputs = chunk.tolist()
     group = codes.group_size
     if group < in_features and group % inputs:
         raise ValueError(f"the CPU kernels take groups of a multiple of {inputs} inputs, not {group}")
@@ -191,6 +236,11 @@ class Operators(MatrixOperators):
             for matrix in weight:
                 cpu_library().pack(matrix, in_place=True)
         return super().lay_floats(weight)
+
+    def put_beside(self, laid: Sequence[Any], sizes: Sequence[int]) -> Any:
+        if all(isinstance(part, CpuMatrix) for part in laid):
+            return CpuSideBySide(laid, sizes, self._scratch)
+        return super().put_beside(laid, sizes)
 
     def why_cannot(self, format: Format) -> str | None:
         if format.input_scales is InputScales.TOKEN:
