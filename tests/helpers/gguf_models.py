@@ -15,16 +15,23 @@ LARGER = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8
 """Sizes of which blocks of 256 weights make rows."""
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "norm_topk_prob": True}
 GEMMA = {"sliding_window": 16, "final_logit_softcapping": 20.0}
+GRANITE = {"embedding_multiplier": 2.0, "residual_multiplier": 0.5, "attention_multiplier": 0.2, "logits_scaling": 3.0}
 MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2ForCausalLM", {"head_dim": ...}),
     "qwen3": ("Qwen3ForCausalLM", {"head_dim": 64}),
     "qwen3moe": ("Qwen3MoeForCausalLM", EXPERTS),
     "llama": ("LlamaForCausalLM", {"tie_word_embeddings": False}),
+    "gemma": ("GemmaForCausalLM", {}),
     "gemma2": ("Gemma2ForCausalLM", {**GEMMA, "attn_logit_softcapping": 30.0, "query_pre_attn_scalar": 32}),
     "gemma3": ("Gemma3ForCausalLM", {**GEMMA, "query_pre_attn_scalar": 32, "num_hidden_layers": 7}),
+    "granite": ("GraniteForCausalLM", {"head_dim": ..., **GRANITE}),
+    "olmo2": ("Olmo2ForCausalLM", {"head_dim": ..., "tie_word_embeddings": False}),
     "phi3": ("Phi3ForCausalLM", {"head_dim": ..., "pad_token_id": None, "tie_word_embeddings": False}),
 }
 """{architecture: transformers' class, and changes of `helpers.tiny.SMALL_MODEL`}."""
+
+PAIRED = ("llama", "granite")
+"""The architectures whose queries and keys have their rows in pairs."""
 
 SCALES_AT = {"Q2_K": 80, "Q3_K": 108, "Q6_K": 208, "Q4_K": 0, "Q5_K": 0, "Q4_1": 0, "Q5_1": 0}
 SCALES_AT |= {"Q4_0": 0, "Q5_0": 0, "Q8_0": 0, "IQ4_NL": 0, "IQ4_XS": 0, "IQ3_S": 0, "IQ2_S": 0}
@@ -87,8 +94,11 @@ def describe(architecture: str, config: Any) -> dict[str, Any]:
     for name in ("attn_logit_softcapping", "final_logit_softcapping"):
         if getattr(config, name, None):
             found[name] = getattr(config, name)
-    if architecture.startswith("gemma"):
+    if architecture in ("gemma2", "gemma3"):
         found["attention.sliding_window"] = config.sliding_window
+    if architecture == "granite":
+        found |= {"embedding_scale": config.embedding_multiplier, "residual_scale": config.residual_multiplier}
+        found |= {"attention.scale": config.attention_multiplier, "logit_scale": config.logits_scaling}
     return {f"{architecture}.{key}": value for key, value in found.items()}
 
 
@@ -196,7 +206,7 @@ def write_gguf(
         else:
             own_name = names.get_name(name, (".weight", ".bias"))
             projections = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
-            heads = projections.get(name.split(".")[-2], 0) if architecture == "llama" else 0
+            heads = projections.get(name.split(".")[-2], 0) if architecture in PAIRED else 0
             add(own_name, parameter.data, heads, float(architecture.startswith("gemma") and "norm" in name))
     for name, values in (tensors or {}).items():
         writer.add_tensor(name, values)

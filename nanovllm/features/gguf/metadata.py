@@ -33,11 +33,11 @@ EXPERTS = {
     "ffn_down_exps": "mlp.experts.*.down_proj",
 }
 """A star stands for the number of an expert: the file has the matrices of all experts in one tensor."""
-GEMMA = {
+NORMS_BEHIND = {
     "post_attention_norm": "post_attention_layernorm",
-    "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+GEMMA = NORMS_BEHIND | {"ffn_norm": "pre_feedforward_layernorm"}
 
 DIVISORS = "rope_freqs.weight"
 """The tensor of numbers by which the angles of each pair of elements are divided: Llama 3's scaling."""
@@ -201,6 +201,13 @@ def read_gemma3(keys: Keys, config: dict[str, Any]) -> None:
     config["rope_parameters"] = {"full_attention": config["rope_parameters"], "sliding_attention": sliding}
 
 
+def read_granite(keys: Keys, config: dict[str, Any]) -> None:
+    config["embedding_multiplier"] = keys.take_number("embedding_scale")
+    config["residual_multiplier"] = keys.take_number("residual_scale")
+    config["attention_multiplier"] = keys.take_number("attention.scale")
+    config["logits_scaling"] = keys.take_number("logit_scale")
+
+
 def read_phi3(keys: Keys, config: dict[str, Any]) -> None:
     config["sliding_window"] = keys.take_integer("attention.sliding_window", 0) or None
     tensors = keys.file.tensors
@@ -223,6 +230,7 @@ ARCHITECTURES = {
     "qwen2": Architecture("Qwen2ForCausalLM"),
     "qwen3": Architecture("Qwen3ForCausalLM", layer=LAYER | HEAD_NORMS),
     "qwen3moe": Architecture("Qwen3MoeForCausalLM", "qwen3_moe", layer=LAYER | HEAD_NORMS | EXPERTS, read=read_experts),
+    "gemma": Architecture("GemmaForCausalLM", has_folded_norms=True),
     "gemma2": Architecture("Gemma2ForCausalLM", layer=LAYER | GEMMA, has_folded_norms=True, read=read_gemma2),
     "gemma3": Architecture(
         "Gemma3ForCausalLM",
@@ -231,6 +239,8 @@ ARCHITECTURES = {
         has_folded_norms=True,
         read=read_gemma3,
     ),
+    "granite": Architecture("GraniteForCausalLM", has_pairs=True, read=read_granite),
+    "olmo2": Architecture("Olmo2ForCausalLM", layer=LAYER | HEAD_NORMS | NORMS_BEHIND),
     "phi3": Architecture(
         "Phi3ForCausalLM",
         layer=LAYER | {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
