@@ -1,6 +1,7 @@
 """A tokenizer built from the metadata of a GGUF file gives the ids and the prompts of the original."""
 
 import unicodedata
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -340,8 +341,9 @@ def test_every_token_that_ends_an_answer_is_found() -> None:
     assert read_end_ids(metadata) == [7, end, first, first + 1, first + 2]
     metadata["tokenizer.ggml.tokens"][first : first + 4] = ["<|end|>", "<|return|>", "<|call|>", "<|x|>"]
     assert read_end_ids(metadata) == [7, end, first + 1, first + 2], "<|end|> ends a message here"
-    del metadata["tokenizer.ggml.token_type"]
-    assert read_end_ids(metadata) == [7, first + 2], "another tokenizer may take the place of such a vocabulary"
+    for kinds in (None, 5, []):
+        found = read_end_ids(metadata | {"tokenizer.ggml.token_type": kinds})
+        assert found == [7, first + 2], "another tokenizer may take the place of such a vocabulary"
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -409,6 +411,26 @@ def refuse_after(metadata: dict[str, Any], change: dict[str, Any], message: str,
     with pytest.raises(ValueError, match=message):
         write_tokenizer(metadata, folder)
     assert not list(folder.iterdir())
+
+
+@pytest.mark.parametrize("make", [lambda: make_bytes("qwen2", ("he",)), lambda: make_pieces(PIECES)])
+def test_whatever_values_the_keys_have_nothing_but_a_value_error_comes(make: Any, tmp_path: Path) -> None:
+    """Of each key the whole value, and one element of a list, is replaced by what a file can hold."""
+    values: list[Any] = ["", "x", "a b", 0, 1, -1, 2**63, 1.5, float("nan"), True, [], ["x"], [1], [0.5], [True]]
+    num_built = 0
+    for key in make():
+        for value in values:
+            others = [value]
+            if isinstance(make()[key], list) and not isinstance(value, list):
+                others.append([*make()[key][:-1], value])
+            for other in others:
+                metadata = make() | {key: other}
+                with suppress(ValueError):
+                    read_end_ids(metadata)
+                with suppress(ValueError):
+                    write_tokenizer(metadata, tmp_path)
+                    num_built += 1
+    assert num_built > 0, "some values are right"
 
 
 def test_neither_bytes_nor_an_unknown_token_is_refused() -> None:

@@ -129,14 +129,12 @@ def read_end_ids(metadata: Mapping[str, Any]) -> list[int]:
     """
     keys = [f"{KEYS}{name}_token_id" for name in ENDS]
     named = {as_integer(metadata[key], key) for key in keys if metadata.get(key) is not None}
-    tokens = metadata.get(f"{KEYS}tokens", [])
-    kinds = metadata.get(f"{KEYS}token_type", [])
-    added = (Kind.CONTROL, Kind.USER_DEFINED)
-    texts = {
-        token: i
-        for i, (token, kind) in enumerate(zip(tokens, kinds, strict=False))
-        if kind in added and token in END_TEXTS
-    }
+    tokens, kinds = (metadata.get(KEYS + name) for name in ("tokens", "token_type"))
+    texts = {}
+    if isinstance(tokens, list) and isinstance(kinds, list):
+        added = (Kind.CONTROL, Kind.USER_DEFINED)
+        pairs = enumerate(zip(tokens, kinds, strict=False))
+        texts = {token: i for i, (token, kind) in pairs if kind in added and token in END_TEXTS}
     if {"<|return|>", "<|call|>"} <= texts.keys():  # here <|end|> ends a message, and the answer goes on
         texts.pop("<|end|>", None)
     return sorted(named | set(texts.values()))
