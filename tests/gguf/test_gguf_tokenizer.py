@@ -299,6 +299,8 @@ def test_phi_3_s_special_tokens_take_the_spaces_after_them() -> None:
 def test_spaces_at_the_ends_and_double_ones_go_if_the_file_says_so() -> None:
     metadata = make_pieces(PIECES, remove_extra_whitespaces=True)
     assert encode(metadata, "  hello   hello ") == encode(make_pieces(PIECES), "hello hello")
+    for text in ("\n", "\thello\n\n", "a\n b\n"):
+        assert encode(metadata, f" {text} ") == encode(make_pieces(PIECES), text), "other white space stays"
 
 
 # ---- templates, ends, refusals

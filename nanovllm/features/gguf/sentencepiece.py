@@ -45,8 +45,8 @@ def build_sentencepiece(metadata: Mapping[str, Any], vocabulary: Vocabulary, unk
         normalizers.insert(0, {"type": "Prepend", "prepend": SPACE})
         decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
     if squeezes:
-        strip = {"type": "Strip", "strip_left": True, "strip_right": True}
-        normalizers = [strip, replace({"Regex": " {2,}"}, " "), *normalizers]
+        ends = replace({"Regex": r"\A +| +\z"}, "")
+        normalizers = [ends, replace({"Regex": " {2,}"}, " "), *normalizers]
     return {
         "normalizer": {"type": "Sequence", "normalizers": normalizers},
         "pre_tokenizer": None,
