@@ -216,9 +216,10 @@ def find_largest_circle(package: Path = PACKAGE) -> set[str]:
 
 def write_table() -> str:
     """Write the rings as a table in Markdown."""
-    lines = ["| folder or file | ring | |", "| --- | ---: | --- |"]
-    for path, ring in RINGS.items():
-        lines.append(f"| `{path}` | {ring} | {NAMES[ring]} |")
+    lines = ["| ring | | folders and files |", "| ---: | --- | --- |"]
+    for ring, name in enumerate(NAMES):
+        paths = [f"`{path}`" for path, number in RINGS.items() if number == ring]
+        lines.append(f"| {ring} | {name} | {', '.join(paths)} |")
     return "\n".join(lines)
 
 
