@@ -132,7 +132,7 @@ def save_model(model: str, folder: Path) -> str:
     elif model in quantized.CHECKPOINTS:
         whole = folder / "whole"
         tiny.save_random(whole, model_class=transformers.Qwen2ForCausalLM, num_hidden_layers=1)
-        quantized.save_quantised(whole, folder, *quantized.CHECKPOINTS[model])
+        folder, _ = quantized.save_quantised(whole, folder, *quantized.CHECKPOINTS[model])
     else:
         changes = EXPERTS if model == "Qwen3Moe" else {}
         saved = tiny.save_random(folder, model_class=getattr(transformers, f"{model}ForCausalLM"), **changes)
