@@ -1,6 +1,7 @@
 """Speculative decoding: whatever is drafted, every request gets the tokens that it gets without."""
 
 import random
+import re
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,6 +31,7 @@ from nanovllm.engine.sequence import Sequence
 from nanovllm.features.drafts.costs import StepCosts, choose_num_drafts, measure_costs, time_steps
 from nanovllm.features.drafts.draft_model import ModelDrafter
 from nanovllm.features.drafts.ngrams import NgramDrafter
+from nanovllm.features.drafts.options import read_speculative_config
 from nanovllm.features.drafts.speculation import Speculation
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.progress import ProgressBar
@@ -365,3 +367,40 @@ def test_the_index_of_a_sequence_that_is_gone_is_empty() -> None:
     drafter = NgramDrafter(2, 4)
     drafts_of(drafter, [1, 2, 3, 4, 1, 2])
     assert not drafter._texts
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ("ngram", "speculative_config is 'ngram'; it must be a dict"),
+        ({"method": "eagle"}, "speculative_config: method is 'eagle'; it must be"),
+        ({"method": 1}, "speculative_config: method is 1; it must be"),
+        ({"model": "a", "prompt_lookup_max": 2}, "speculative_config has the key 'prompt_lookup_max'; with method"),
+        ({"method": "ngram", "model": "a"}, "speculative_config has the key 'model'; with method"),
+        ({"method": "draft_model"}, "speculative_config: model is None"),
+        ({"method": "draft_model", "model": ""}, "speculative_config: model is ''"),
+        ({"num_speculative_tokens": 0}, "speculative_config: num_speculative_tokens is 0"),
+        ({"num_speculative_tokens": 65}, "speculative_config: num_speculative_tokens is 65"),
+        ({"num_speculative_tokens": True}, "speculative_config: num_speculative_tokens is True"),
+        ({"prompt_lookup_max": 0}, "speculative_config: prompt_lookup_max is 0"),
+        ({"prompt_lookup_min": 3, "prompt_lookup_max": 2}, "speculative_config: prompt_lookup_min is 3"),
+    ],
+)
+def test_a_wrong_value_of_each_key_is_refused_by_name(config: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        read_speculative_config(config)
+
+
+def test_keys_that_are_not_given_get_values_that_fit_the_others() -> None:
+    assert read_speculative_config({"method": None})["method"] == "ngram"
+    assert read_speculative_config({})["num_speculative_tokens"] == 4
+    assert read_speculative_config({"model": "a"}) == {
+        "method": "draft_model",
+        "model": "a",
+        "num_speculative_tokens": 4,
+    }
+    for most in (1, 64):
+        assert read_speculative_config({"num_speculative_tokens": most})["num_speculative_tokens"] == most
+    for asked, bounds in (({}, (5, 5)), ({"prompt_lookup_max": 1}, (1, 1)), ({"prompt_lookup_min": 64}, (64, 64))):
+        found = read_speculative_config(asked)
+        assert (found["prompt_lookup_min"], found["prompt_lookup_max"]) == bounds

@@ -156,10 +156,11 @@ def test_the_place_of_an_error_is_searched_for_a_limited_time_and_once(monkeypat
         {"$ref": "#/x", "x": {"properties": {"a": {"$ref": "#/x"}}, **CLOSED_PART}},
         {"anyOf": [{"properties": {f"{i}": {}}, "patternProperties": {"^a": {}}} for i in range(300)]},
         {"type": "integer", "format": "int32"},
+        {"type": "object", "required": ["a"], "minProperties": 2},  # the one that is not required comes once
         {"$schema": "http://json-schema.org/draft-07/schema#", "items": [{"type": "integer"}]},
     ],
 )
-def test_annotations_names_values_and_patterns_of_more_names_are_taken(schema: Any) -> None:
+def test_annotations_names_values_patterns_of_more_names_and_one_more_property_are_taken(schema: Any) -> None:
     GRAMMARS.compile(StructuredOutputsParams(json=json.dumps(schema)))
 
 
