@@ -1,5 +1,6 @@
 """Metadata becomes the model's configuration: each key is read, changes nothing, or is refused by name."""
 
+import random
 import sys
 from pathlib import Path
 from typing import Any
@@ -7,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.gguf_models import MODELS, save_gguf
+from helpers.gguf_models import MODELS, damage, describe_tokenizer, save_gguf
+from helpers.paths import BOX_MODEL
 from helpers.tiny import SMALL, draw_prompts, logits_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -16,6 +18,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from nanovllm import LLM, SamplingParams
 from nanovllm.features.gguf.metadata import ARCHITECTURES
 from nanovllm.features.gguf.model import GgufModel
+from nanovllm.models.headers import fit_to_checkpoint
 from nanovllm.models.model_config import load_model_config
 
 gguf = pytest.importorskip("gguf")
@@ -220,3 +223,27 @@ def find_sound(factory: pytest.TempPathFactory, architecture: str) -> Path:
 
 def test_every_architecture_has_a_model_here() -> None:
     assert set(MODELS) == set(ARCHITECTURES)
+
+
+def test_two_thousand_damaged_models_are_described_or_refused(tmp_path: Path) -> None:
+    """All that an engine reads before weights: configuration, names, sizes and defaults. Some tokenizers, too."""
+    sound = tmp_path / "sound.gguf"
+    save_gguf(sound, types="Q8_0", metadata=describe_tokenizer(BOX_MODEL, "qwen2", 664), hidden_size=64, vocab_size=664)
+    data = sound.read_bytes()
+    start = min(place.offset for place in GgufModel(sound).file.tensors.values())
+    path = tmp_path / "damaged.gguf"
+    num_refused = 0
+    for seed in range(2000):
+        rng = random.Random(seed)
+        path.write_bytes(damage(data[:start], rng) + data[start:])
+        model = GgufModel(path)
+        try:
+            config = load_model_config(model.config, model.source)
+            fit_to_checkpoint(config, model)
+            assert model.generation is not None and model.pooling is not None
+            if seed % 10 == 0:
+                model.read_tokenizer()
+        except ValueError as error:
+            num_refused += 1
+            assert str(path) in str(error), (seed, error)
+    assert 1000 < num_refused < 2000

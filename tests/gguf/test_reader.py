@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers.gguf_models import damage
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -181,26 +182,6 @@ def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "nothing.gguf"):
         with pytest.raises(ValueError, match=str(path)):
             GgufFile(path)
-
-
-def damage(data: bytes, rng: random.Random) -> bytes:
-    """Return a file with one to three faults: a cut, other bytes, a number that lies, a piece moved or doubled."""
-    for _ in range(rng.randint(1, 3)):
-        at = rng.randrange(len(data) or 1)
-        kind = rng.randrange(5)
-        if kind == 0:
-            data = data[:at]
-        elif kind == 1:
-            data = data[:at] + bytes([rng.randrange(256)]) + data[at + 1 :]
-        elif kind == 2:
-            number = rng.choice((0, 1, 2**31, 2**32 - 1, 2**40, 2**63 - 1, 2**63, 2**64 - 1))
-            data = data[:at] + struct.pack("<Q", number) + data[at + 8 :]
-        elif kind == 3:
-            data = data[:at] + rng.randbytes(rng.randint(1, 16)) + data[at:]
-        else:
-            end = at + rng.randint(1, 64)
-            data = data[:end] + data[at:]
-    return data
 
 
 def read_or_refuse(path: Path, data: bytes) -> bool:

@@ -1,6 +1,8 @@
 """Small random models in GGUF, written by the gguf package, beside transformers' models of the same numbers."""
 
 import json
+import random
+import struct
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -124,6 +126,26 @@ def describe_tokenizer(folder: Path, pre: str, num_rows: int) -> dict[str, Any]:
     for name, key in (("eos", "eos"), ("pad", "padding")):
         metadata[f"tokenizer.ggml.{key}_token_id"] = by_text[settings[f"{name}_token"]]
     return metadata
+
+
+def damage(data: bytes, rng: random.Random) -> bytes:
+    """Return a file with one to three faults: a cut, other bytes, a number that lies, a piece moved or doubled."""
+    for _ in range(rng.randint(1, 3)):
+        at = rng.randrange(len(data) or 1)
+        kind = rng.randrange(5)
+        if kind == 0:
+            data = data[:at]
+        elif kind == 1:
+            data = data[:at] + bytes([rng.randrange(256)]) + data[at + 1 :]
+        elif kind == 2:
+            number = rng.choice((0, 1, 2**31, 2**32 - 1, 2**40, 2**63 - 1, 2**63, 2**64 - 1))
+            data = data[:at] + struct.pack("<Q", number) + data[at + 8 :]
+        elif kind == 3:
+            data = data[:at] + rng.randbytes(rng.randint(1, 16)) + data[at:]
+        else:
+            end = at + rng.randint(1, 64)
+            data = data[:end] + data[at:]
+    return data
 
 
 def find_kind(value: Any) -> Any:

@@ -299,13 +299,21 @@ def read_config(file: GgufFile) -> dict[str, Any]:
         "rms_norm_eps": keys.take_number("attention.layer_norm_rms_epsilon"),
         "max_position_embeddings": keys.take_integer("context_length"),
         "tie_word_embeddings": "output.weight" not in file.tensors,
-        "eos_token_id": read_end_ids(file.metadata) if "tokenizer.ggml.tokens" in file.metadata else None,
+        "eos_token_id": find_end_tokens(file),
         "pad_token_id": None,  # some of transformers' classes have a default beyond a small vocabulary
     }
     config["rope_parameters"] = read_rope(keys, architecture, head_dim)
     architecture.read(keys, config)
     keys.refuse_rest()
     return config
+
+
+def find_end_tokens(file: GgufFile) -> list[int]:
+    """Return the ids of the tokens that end an answer; ValueError if a key holds no id."""
+    try:
+        return read_end_ids(file.metadata)
+    except ValueError as error:
+        raise ValueError(f"{file.path}: {error}") from None
 
 
 def read_rope(keys: Keys, architecture: Architecture, head_dim: int) -> dict[str, Any]:
