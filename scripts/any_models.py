@@ -24,6 +24,9 @@ Small random models run through transformers' code and this engine's attention, 
 preemption. Windows have 20 tokens. Every token is transformers' likeliest after the same text, unless a row says
 otherwise. The error is that of log-probabilities; it is rounding, so its last digit varies. transformers {version}.
 
+Full attention sees all earlier tokens, a window the last ones. Latent keys and values are made of one short vector.
+Sinks are scores that belong to no token, and a cap limits scores.
+
 | architecture | attention and layers | largest error |
 | --- | --- | ---: |
 """
