@@ -10,8 +10,11 @@ import torch
 from torch import Tensor
 
 from nanovllm.features.gguf.blocks import BLOCK_TYPES, read_codes
-from nanovllm.features.quantized.codes import Codes
+from nanovllm.features.quantized.codes import Codes, join_alike
 from nanovllm.features.quantized.formats import Format, RawTensors
+
+WEIGHTS_AT_A_TIME = 2**25
+"""Taking blocks apart needs several copies of so many weights. Of fewer the C library would keep the memory."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,9 @@ class GgufFormat(Format):
 
     def convert(self, tensors: Mapping[str, Tensor], out: int, size: int) -> Codes:
         ((kind, data),) = tensors.items()
-        return read_codes(data, kind, out)
+        height = max(1, WEIGHTS_AT_A_TIME // size)
+        parts = [read_codes(rows, kind, len(rows)) for rows in data.split(height)]  # type: ignore[no-untyped-call]
+        return parts[0] if len(parts) == 1 else join_alike(parts, lambda values: torch.cat(tuple(values)))
 
     def count_row_bytes(self, size: int, itemsize: int, name: str) -> int:
         kind = self.types.get(name) or self.types.get(star_expert(name))
