@@ -86,8 +86,41 @@ VOCAB_SIZE = 151_936
 BLOCK_SIZES = (64, 256)  # the defaults: triton's own, and flash_attn's (which uses the small kernels)
 SHARED_KIB = {arch: triton_shim._SHARED_KIB[divmod(arch, 10)] for arch in (80, 89, 90, 100, 120)}
 
-FORMATS = ((8, 1024, False), (4, 128, True), (4, 32, False), (8, 128, False))
-"""Bits, group size, whether there are zeros: int8 at load, and checkpoints as they are published."""
+
+class Form(NamedTuple):
+    """How a matrix is quantised.
+
+    Attributes:
+        group_size: 0 for the whole row.
+        shared: how many groups share a float16, of which each has a whole number of its own. 1: float16 alone. 0:
+            float32.
+        numbers: see `pack_numbers`.
+    """
+
+    bits: int
+    group_size: int
+    has_zeros: bool = False
+    shared: int = 0
+    has_minima: bool = False
+    numbers: int | None = None
+
+
+FORMATS = (Form(8, 0), Form(4, 128, has_zeros=True), Form(4, 32), Form(8, 128))
+"""int8 at load, and checkpoints as they are published."""
+
+IQ4 = product.pack_numbers((-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113))
+FROM_ZERO = product.pack_numbers(range(16))
+BLOCKS = {
+    "Q4_K": Form(4, 32, shared=8, has_minima=True, numbers=FROM_ZERO),
+    "Q6_K": Form(8, 16, shared=16),
+    "Q4_0": Form(4, 32, shared=1),
+    "Q8_0": Form(8, 32, shared=1),
+    "Q5_1": Form(8, 32, shared=1, has_minima=True),
+    "Q2_K": Form(4, 16, shared=16, has_minima=True, numbers=FROM_ZERO),
+    "Q3_K": Form(4, 16, shared=16),
+    "IQ4_XS": Form(4, 32, shared=8, numbers=IQ4),
+}
+"""Blocks of GGUF. Q5_K is read as Q4_K is, Q5_0 as Q8_0, Q4_1 as Q5_1, and IQ4_NL as IQ4_XS, or in less steps."""
 
 # Types by argument name: pointers first, then scalars; anything else is an int32.
 _TYPES = {
@@ -224,7 +257,7 @@ def launches(models: dict[str, Model], block_sizes: tuple[int, ...], arch: int, 
             yield launch(route._choose_experts_kernel, config, **({"logits_stride": "i32"} if has_shared else {}))
             yield launch(route._sort_pairs_kernel, route.sort_pairs_config(8))
             yield launch(combine._combine_experts_kernel, combine.combine_config(8, has_shared))
-            experts = lay(16, 1024, 0, False, experts=model.num_experts)
+            experts = lay(Form(16, 0), 1024, experts=model.num_experts)
             for num_tokens in (1, 128, 512, 1024):
                 for gather in (True, False):
                     kernel, config, types = product_launch(experts, num_tokens, itemsize, gather=gather)
@@ -232,7 +265,7 @@ def launches(models: dict[str, Model], block_sizes: tuple[int, ...], arch: int, 
     if dtype == torch.bfloat16 and arch != 89:  # as on sm_80
         for group, head_dim, cache, variant in VARIANTS:
             yield from launch_attention(group, head_dim, block_sizes[0], cache, variant, ahead=True)
-    for kernel, config, types in quantized_launches(FORMATS[:2] if len(block_sizes) == 1 else FORMATS, itemsize):
+    for kernel, config, types in quantized_launches(len(block_sizes) > 1, itemsize):
         yield launch(kernel, config, **types)
     if itemsize == 2:
         for config, types in few_rows_launches():
@@ -253,9 +286,9 @@ def launches(models: dict[str, Model], block_sizes: tuple[int, ...], arch: int, 
         yield launch(edit_logits._edit_kernel, config, logits_ptr="*fp32")
 
 
-def few_rows_launches() -> Iterator[tuple[dict[str, int], dict[str, str | None]]]:
+def few_rows_launches() -> Iterator[tuple[dict[str, int | None], dict[str, str | None]]]:
     """Yield the constexprs and types of products of few rows: of qkv, o, gate and up, down and the head of 0.6B, 8B."""
-    names = ("x_scales", "scales", "zeros", "tokens", "offsets", "bias", "residual")
+    names = ("x_scales", *SCALES, "zeros", "tokens", "offsets", "bias", "residual")
     absent: dict[str, str | None] = {f"{name}_ptr": None for name in names}
     for hidden, queries, intermediate in ((1024, 2048, 3072), (4096, 4096, 12288)):
         for matrix, name in (
@@ -269,57 +302,79 @@ def few_rows_launches() -> Iterator[tuple[dict[str, int], dict[str, str | None]]
             yield few_rows.few_rows_config(few_rows.cut_matrix(*matrix), name == "gate"), types
 
 
-Named = tuple[Any, dict[str, int], dict[str, str | None]]
+Named = tuple[Any, dict[str, int | None], dict[str, str | None]]
 """A kernel with its constexprs and the types of its pointers, None for one that is absent."""
 
 
-def lay(
-    bits: int, in_size: int, group_size: int, has_zeros: bool, experts: int = 0, rounds: bool = False
-) -> product.Laid:
-    """Lay a matrix of 1,024 columns, or those of experts, without memory. A group size of 0 is the whole row."""
+SCALES = ("scales", "factors", "minima", "minima_factors")
+"""The tensors of a matrix's scales and minima, in the order of a kernel's arguments."""
+
+
+def lay(form: Form, in_size: int, experts: int = 0, rounds: bool = False) -> product.Laid:
+    """Lay a matrix of 1,024 columns, or those of experts, without memory."""
     outer = (experts, 1024) if experts else (1024,)
-    codes = torch.empty(*outer, in_size * bits // 8 if bits < 16 else in_size, dtype=torch.int8, device="meta")
-    group_size = group_size or in_size
-    values = torch.empty(*outer[:-1], in_size // group_size, 1024, device="meta")
-    zeros = values if has_zeros else None
-    return product.Laid(codes, bits, group_size, values if bits < 16 else None, zeros, rounds)
+    width = in_size * form.bits // 8 if form.bits < 16 else in_size
+    codes = torch.empty(*outer, width, dtype=torch.int8 if form.bits == 8 else torch.uint8, device="meta")
+    group_size = form.group_size or in_size
+
+    def lay_groups(shared: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(*outer[:-1], in_size // group_size // shared, 1024, dtype=dtype, device="meta")
+
+    scales = product.LaidScales()
+    if form.shared:
+        factors = lay_groups(1, torch.int8) if form.shared > 1 else None
+        scales = product.LaidScales(lay_groups(form.shared, torch.float16), factors, form.shared)
+    elif form.bits < 16:
+        scales = product.LaidScales(lay_groups(1, torch.float32))
+    zeros = lay_groups(1, torch.int32) if form.has_zeros else None
+    laid = product.Laid(codes, form.bits, group_size, scales, zeros, rounds, numbers=form.numbers)
+    return laid._replace(minima=scales) if form.has_minima else laid
+
+
+def read_types(laid: product.Laid) -> dict[str, str | None]:
+    """Return the types of what a kernel reads of a matrix, where they differ from the usual."""
+    if laid.bits == 16:
+        return dict.fromkeys([f"{name}_ptr" for name in (*SCALES, "zeros")])
+    usual = {torch.int8: "*i8", torch.uint8: "*u8", torch.float16: "*fp16", torch.float32: "*fp32", torch.int32: "*i32"}
+    types: dict[str, str | None] = {}
+    for name, tensor in zip(("weight", *SCALES, "zeros"), laid.tensors, strict=True):
+        kind = None if tensor is None else usual[tensor.dtype]
+        if kind is None or kind != _POINTERS.get(f"{name}_ptr"):
+            types[f"{name}_ptr"] = kind
+    return types
 
 
 def product_launch(
     laid: product.Laid, num_rows: int, itemsize: int, gather: bool = False, has_bias: bool = False
 ) -> Named:
     """Return the product of so many rows, or tokens."""
-    has_experts = laid.weight.dim() > 2
-    types: dict[str, str | None] = {} if laid.bits == 16 else {"weight_ptr": "*i8" if laid.bits == 8 else "*u8"}
+    types = read_types(laid)
     types |= {"x_ptr": "*i8", "partial_ptr": "*i32"} if laid.rounds else {"x_scales_ptr": None}
-    exists = {"scales": laid.bits < 16, "zeros": laid.zeros is not None, "bias": has_bias, "residual": False}
-    exists |= {"tokens": gather, "offsets": has_experts}
+    exists = {"bias": has_bias, "residual": False, "tokens": gather, "offsets": laid.weight.dim() > 2}
     types |= {f"{name}_ptr": None for name, is_there in exists.items() if not is_there}
     config = product.product_config(laid, product.choose_tile(laid, num_rows, itemsize))
     return product._product_kernel, config, types
 
 
-def quantized_launches(formats: Iterable[tuple[int, int, bool]], itemsize: int) -> Iterator[Named]:
+def quantized_launches(is_whole: bool, itemsize: int) -> Iterator[Named]:
     """Yield the kernels of quantised matrices and experts."""
-    is_whole = formats is FORMATS
-    for bits, group_size, has_zeros in formats:
-        matrix = lay(bits, 1024, group_size, has_zeros)
+    blocks = tuple(BLOCKS.values())
+    for form in (*FORMATS, *blocks) if is_whole else (*FORMATS[:2], *blocks[:2]):
+        matrix = lay(form, 1024)
         for num_rows in (1, 64, 65):
             yield product_launch(matrix, num_rows, itemsize, has_bias=num_rows == 64)
-        types: dict[str, str | None] = {"weight_ptr": "*i8" if bits == 8 else "*u8"}
-        types |= {} if has_zeros else {"zeros_ptr": None}
-        yield dequantize._dequantize_kernel, dequantize.dequantize_config(matrix), types
-        experts = lay(bits, 1024, group_size, has_zeros, experts=128)
+        yield dequantize._dequantize_kernel, dequantize.dequantize_config(matrix), read_types(matrix)
+        experts = lay(form, 1024, experts=128)
         for num_tokens in (1, 512, 1024) if is_whole else (1,):
             yield product_launch(experts, num_tokens, itemsize, gather=num_tokens != 512)
-    yield product_launch(lay(8, 1000, 0, False), 64, itemsize)  # rows that end within a step
+    yield product_launch(lay(Form(8, 0), 1000), 64, itemsize)  # rows that end within a step
     # The output of attention of 0.6B; the most numbers that a gate leaves to this kernel in a model of today.
     for size in (2048, 32768):
         yield round_inputs._round_inputs_kernel, round_inputs.round_config(size), {"codes_ptr": "*i8"}
-    matrix = lay(8, 1024, 0, False, rounds=True)
+    matrix = lay(Form(8, 0), 1024, rounds=True)
     for num_rows in (1, 64, 65):
         yield product_launch(matrix, num_rows, itemsize, has_bias=num_rows == 64)
-    experts = lay(8, 1024, 0, False, experts=128, rounds=True)
+    experts = lay(Form(8, 0), 1024, experts=128, rounds=True)
     for num_tokens in (1, 512, 1024) if is_whole else (1, 1024):
         yield product_launch(experts, num_tokens, itemsize, gather=num_tokens == 1)
 

@@ -6,6 +6,7 @@ from helpers.kernel_cases import DEVICE
 from nanovllm.features.quantized.codes import Codes, Scales
 
 FORMATS = [(8, 0, False), (8, 128, True), (8, 64, False), (4, 0, False), (4, 32, True), (4, 128, True), (4, 32, False)]
+FORMATS += [(4, 16, True), (8, 16, False)]  # two groups are in a step
 """Bits, group size (0: a row is one group), whether there are zeros."""
 
 

@@ -188,8 +188,8 @@ def test_the_order_of_a_sum_follows_from_the_matrix_alone() -> None:
             assert split_steps(laid, tile, num_tiles=7) == found
 
 
-@pytest.mark.parametrize(("size", "step"), [(1024, 128), (128, 128), (96, 32), (64, 64), (32, 32)])
-def test_a_step_is_within_a_group(size: int, step: int) -> None:
+@pytest.mark.parametrize(("size", "step"), [(1024, 128), (128, 128), (96, 32), (64, 64), (32, 32), (16, 32)])
+def test_a_step_is_within_a_group_or_has_two(size: int, step: int) -> None:
     assert choose_step(4, 1152, size) == step if size < 1024 else choose_step(8, size, size) == step
 
 
@@ -201,7 +201,7 @@ EXPERTS = [(1, 5, True), (1, 5, False), (40, 3, False), (40, 3, True), (130, 2, 
 
 
 @pytest.mark.parametrize(("num_tokens", "num_experts", "gather"), EXPERTS)
-@pytest.mark.parametrize("form", [FORMATS[0], FORMATS[1], FORMATS[5], None], ids=str)
+@pytest.mark.parametrize("form", [FORMATS[0], FORMATS[1], FORMATS[5], FORMATS[7], None], ids=str)
 def test_experts_products_are_their_reference(
     num_tokens: int, num_experts: int, gather: bool, form: Form | None
 ) -> None:
@@ -368,8 +368,8 @@ def test_new_codes_come_into_the_memory_of_the_old_ones(input_scales: InputScale
 
 def test_what_the_kernel_cannot_take_is_refused() -> None:
     """Sums of whole numbers must be exact: codes are -128 to 127, and those of inputs -127 to 127."""
-    with pytest.raises(ValueError, match="multiple of 32 weights, and these have 16"):
-        TritonMatrix(make_codes((8, 48), 4, 16, False), HALF)
+    with pytest.raises(ValueError, match="groups of 16 weights, or of a multiple of 32, and these have 8"):
+        TritonMatrix(make_codes((8, 48), 4, 8, False), HALF)
     with pytest.raises(ValueError, match="desc_act"):
         TritonMatrix(make_codes((2, 8, 64), 4, 32, False, is_sorted=True), HALF)
     most = dynamic.MOST_INPUTS

@@ -8,27 +8,37 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanovllm.backends.gpu.launch import launch, wait_for_predecessor
-from nanovllm.backends.gpu.product import Laid, choose_step, read_weight
+from nanovllm.backends.gpu.product import Laid, choose_step, read_codes, read_config, read_numbers, read_scale
 from nanovllm.backends.gpu.triton_shim import tl, triton
 from nanovllm.utils.integers import ceil_div
 
 MAX_SCRATCH = 2**26
 """The most weights that are dequantised at a time: 128 MiB in 16 bits."""
 
+BLOCK_N = 32
+"""The rows of a program."""
+
 
 @triton.jit(do_not_specialize=["first", "num_rows"])
 def _dequantize_kernel(
     weight_ptr,
     scales_ptr,
+    factors_ptr,
+    minima_ptr,
+    minima_factors_ptr,
     zeros_ptr,
-    numbers_ptr,
+    y_ptr,
     in_size,
     row_size,
     out_size,
     first,
     num_rows,
     BITS: tl.constexpr,
+    NUMBERS: tl.constexpr,
     GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    SHARED: tl.constexpr,
+    MINIMA_SHARED: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
@@ -43,25 +53,31 @@ def _dequantize_kernel(
     k = step * BLOCK_K + tl.arange(0, BLOCK_K)
     unit = tl.arange(0, BLOCK_K * BITS // 8)
     exists = is_row[:, None] & (step * (BLOCK_K * BITS // 8) + unit < row_size)[None, :]
-    group = (step * BLOCK_K // GROUP if GROUP else 0) * out_size + first + row
-    zero = tl.load(zeros_ptr + group, mask=is_row, other=0) if zeros_ptr is not None else row
     weight_at = weight_ptr + (first + row).to(tl.int64)[:, None] * row_size + unit[None, :]
-    weight = read_weight(weight_at, step, zero, exists, BITS, zeros_ptr is not None, True, tl.float32)
-    numbers = (weight * tl.load(scales_ptr + group, mask=is_row, other=0.0)[:, None]).to(numbers_ptr.dtype.element_ty)
-    numbers_at = numbers_ptr + row.to(tl.int64)[:, None] * in_size + k[None, :]
-    tl.store(numbers_at, numbers, mask=is_row[:, None] & (k < in_size)[None, :])
+    codes = read_codes(weight_at, step, exists, BITS, True)
+    column = first + row
+    y = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    for i in tl.static_range(GROUPS):
+        group = step * BLOCK_K // GROUP + i if GROUP else 0
+        is_there = is_row
+        if GROUPS > 1:
+            is_there = row < tl.where(group * GROUP < in_size, num_rows, 0)
+        zero = column
+        if zeros_ptr is not None:
+            zero = tl.load(zeros_ptr + (group * out_size + column), mask=is_there, other=0)
+        weight = read_numbers(codes, zero, BITS, NUMBERS, zeros_ptr is not None, tl.float32)
+        weight *= read_scale(scales_ptr, factors_ptr, group, column, is_there, out_size, SHARED)[:, None]
+        if minima_ptr is not None:
+            least = read_scale(minima_ptr, minima_factors_ptr, group, column, is_there, out_size, MINIMA_SHARED)
+            weight -= least[:, None]
+        y = tl.where((k // GROUP == group)[None, :], weight, y) if GROUPS > 1 else weight
+    y_at = y_ptr + row.to(tl.int64)[:, None] * in_size + k[None, :]
+    tl.store(y_at, y.to(y_ptr.dtype.element_ty), mask=is_row[:, None] & (k < in_size)[None, :])
 
 
-def dequantize_config(laid: Laid) -> dict[str, int]:
-    """Return the constants to compile with."""
-    is_grouped = laid.group_size < laid.in_size
-    return {
-        "BITS": laid.bits,
-        "GROUP": laid.group_size if is_grouped else 0,
-        "BLOCK_N": 32,
-        "BLOCK_K": choose_step(laid.bits, laid.in_size, laid.group_size),
-        "num_warps": 4,
-    }
+def dequantize_config(laid: Laid) -> dict[str, int | None]:
+    """Return the constants to compile with. A weight's product is rounded before its minimum is subtracted."""
+    return {**read_config(laid), "BLOCK_N": BLOCK_N, "num_warps": 4, "enable_fp_fusion": laid.minima.values is None}
 
 
 def multiply_dequantized(x: Tensor, laid: Laid, bias: Tensor | None) -> Tensor:
@@ -69,13 +85,14 @@ def multiply_dequantized(x: Tensor, laid: Laid, bias: Tensor | None) -> Tensor:
     out_size, row_size = laid.weight.shape
     height = max(1, MAX_SCRATCH // laid.in_size)
     config = dequantize_config(laid)
+    step = choose_step(laid.bits, laid.in_size, laid.group_size)
     parts = []
     for first in range(0, max(out_size, 1), height):
         num_rows = min(height, out_size - first)
         scratch = torch.empty(num_rows, laid.in_size, dtype=x.dtype, device=x.device)
-        grid = (ceil_div(num_rows, config["BLOCK_N"]), ceil_div(laid.in_size, config["BLOCK_K"]))
+        grid = (ceil_div(num_rows, BLOCK_N), ceil_div(laid.in_size, step))
         sizes = (laid.in_size, row_size, out_size, first, num_rows)
-        launch(_dequantize_kernel, grid, (laid.weight, laid.scales, laid.zeros, scratch, *sizes), config)
+        launch(_dequantize_kernel, grid, (*laid.tensors, scratch, *sizes), config)
         parts.append(F.linear(x, scratch, None if bias is None else bias[first : first + height]))
         del scratch  # its memory is free for the next rows
     return parts[0] if len(parts) == 1 else torch.cat(parts, 1)

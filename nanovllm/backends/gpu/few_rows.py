@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.backends.gpu.launch import launch
-from nanovllm.backends.gpu.product import _product_kernel
+from nanovllm.backends.gpu.product import Laid, _product_kernel
 from nanovllm.backends.gpu.tiles import choose_part_steps
 from nanovllm.utils.integers import ceil_div
 
@@ -73,7 +73,7 @@ def cut_matrix(out_size: int, in_size: int) -> Cut:
     return Cut(columns, stages, block_k, ceil_div(num_steps, part_steps), part_steps)
 
 
-def few_rows_config(cut: Cut, silu: bool) -> dict[str, int]:
+def few_rows_config(cut: Cut, silu: bool) -> dict[str, int | None]:
     """Return the constants of `_product_kernel` to compile with.
 
     The shared memory of a multiprocessor has room for two programs, so a thread may have 128 registers. If it is not
@@ -81,7 +81,11 @@ def few_rows_config(cut: Cut, silu: bool) -> dict[str, int]:
     """
     return {
         "BITS": 16,
+        "NUMBERS": None,
         "GROUP": 0,
+        "GROUPS": 1,
+        "SHARED": 1,
+        "MINIMA_SHARED": 1,
         "HAS_TAIL": False,
         "EXPERTS": 0,
         "BAND": 0,
@@ -137,7 +141,7 @@ class FewRowsMatrix:
         y = torch.empty(num_rows, out_size // 2 if silu else out_size, dtype=x.dtype, device=x.device)
         num_partial = num_tiles * cut.parts * MAX_ROWS * cut.columns if cut.parts > 1 else 0
         partial = torch.empty(num_partial, dtype=torch.float32, device=x.device)
-        weights = (self.weight, None, None)
+        weights = Laid(self.weight, 16, in_size).tensors
         pointers = (x.contiguous(), None, *weights, bias, residual, y, partial, self.arrivals, None, None)
         sizes = (in_size, in_size, out_size, num_rows, cut.part_steps, 0, 0)
         grid = (num_tiles if num_rows else 0, cut.parts)

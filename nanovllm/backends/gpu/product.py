@@ -3,7 +3,8 @@
 A product is where its tile lies (in a matrix, or in that of an expert), how a weight is read, what is summed (numbers,
 or whole numbers of inputs that are rounded), into how many parts a sum is split, and what happens to the sum.
 
-Inputs that keep their type meet codes that become numbers of that type, which is exact. A group's sum gets its scale.
+Inputs that keep their type meet codes that become numbers of that type, which is exact. A group's sum gets its scale,
+and loses the group's minimum times the sum of its inputs.
 Rounded inputs meet int8 codes: a sum is one of whole numbers, so a tile of any shape, and any number of parts, gives
 the same bits. What follows is rounded operation by operation: for this the kernel is compiled with
 enable_fp_fusion=False.
@@ -12,7 +13,8 @@ The references are `TorchMatrix` in features/quantized/torch_matrix.py, and `gro
 features/families/qwen3_moe/ops.py.
 """
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -77,32 +79,76 @@ PLAIN_BLOCK_K = 64
 """The inputs of a step by weights of 16 bits or more."""
 
 MIN_BLOCK_K = 32
-"""With 16, the compiler of Triton 3.6 gives wrong products of four-bit codes: tests on an H100 found it."""
+"""With 16, the compiler of Triton 3.6 gives wrong products of four-bit codes: tests on an H100 found it. So two groups
+of 16 share a step."""
+
+MIN_GROUP = 16
+"""The fewest inputs of a group."""
 
 BAND = 16
 """Tiles of rows that meet the same columns before the next columns come, so that what they read stays in L2."""
 
 
+def pack_numbers(numbers: Iterable[int]) -> int:
+    """Pack 16 numbers of 8 bits into one, the first in the lowest bits: a constant that a kernel takes them from."""
+    return sum((number & 255) << 8 * i for i, number in enumerate(numbers))
+
+
+FROM_ZERO: Any = tl.constexpr(pack_numbers(range(16)))
+"""The table of codes that are the numbers themselves."""
+
+
 @triton.jit
-def read_weight(
-    at, step, zero, exists, BITS: tl.constexpr, HAS_ZEROS: tl.constexpr, HAS_TAIL: tl.constexpr, TYPE: tl.constexpr
-):
-    """Return code - zero of some columns of W^T at one step along K, [columns, inputs], as numbers of TYPE: exactly.
+def read_codes(at, step, exists, BITS: tl.constexpr, HAS_TAIL: tl.constexpr):
+    """Return the codes of some columns of W^T at one step along K, [columns, inputs].
 
     Args:
         at: pointers to what the columns have for step 0: bytes of codes, or numbers.
-        zero: the zeros of the columns, int32. They are read if it HAS_ZEROS.
         exists: which of these are within their row, [1, width]. It is read if the row HAS_TAIL.
     """
     WIDTH: tl.constexpr = at.shape[1]
     codes = tl.load(at + step * WIDTH, mask=exists, other=0) if HAS_TAIL else tl.load(at + step * WIDTH)
     if BITS == 4:
         codes = tl.interleave(codes & 15, codes >> 4).to(tl.int32)
-    if HAS_ZEROS:
+    return codes
+
+
+@triton.jit
+def read_numbers(codes, zero, BITS: tl.constexpr, NUMBERS: tl.constexpr, HAS_ZEROS: tl.constexpr, TYPE: tl.constexpr):
+    """Return what codes [columns, inputs] mean, as numbers of TYPE: exactly.
+
+    Args:
+        zero: the zeros of the columns, int32. They are read if it HAS_ZEROS.
+        NUMBERS: see `pack_numbers`.
+    """
+    if NUMBERS is not None:
+        if NUMBERS != FROM_ZERO:
+            # Each of four words has the numbers of four codes.
+            is_odd = (codes & 4) != 0
+            low = tl.where(is_odd, NUMBERS >> 32 & 0xFFFFFFFF, NUMBERS & 0xFFFFFFFF)
+            high = tl.where(is_odd, NUMBERS >> 96 & 0xFFFFFFFF, NUMBERS >> 64 & 0xFFFFFFFF)
+            word = tl.where((codes & 8) != 0, high, low)
+            codes = (word >> (codes & 3) * 8).to(tl.int8)
+    elif HAS_ZEROS:
         codes = codes.to(tl.int32) - zero[:, None]
     elif BITS == 4:
         codes -= 8
     return codes.to(TYPE)
+
+
+@triton.jit
+def read_scale(values_ptr, factors_ptr, group, column, mask, out_size, SHARED: tl.constexpr):
+    """Return the scale, or the minimum, that each column has in a group: see `LaidScales`.
+
+    Args:
+        group: the number of the group.
+        mask: which columns have one. The others get zero.
+        SHARED: how many neighbouring groups share a value.
+    """
+    scale = tl.load(values_ptr + (group // SHARED * out_size + column), mask=mask, other=0.0).to(tl.float32)
+    if factors_ptr is not None:
+        scale *= tl.load(factors_ptr + (group * out_size + column), mask=mask, other=0).to(tl.float32)
+    return scale
 
 
 @triton.jit(do_not_specialize=["num_rows", "part_steps", "num_groups", "num_experts"])
@@ -111,6 +157,9 @@ def _product_kernel(
     x_scales_ptr,
     weight_ptr,
     scales_ptr,
+    factors_ptr,
+    minima_ptr,
+    minima_factors_ptr,
     zeros_ptr,
     bias_ptr,
     residual_ptr,
@@ -127,7 +176,11 @@ def _product_kernel(
     num_groups,
     num_experts,
     BITS: tl.constexpr,
+    NUMBERS: tl.constexpr,
     GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    SHARED: tl.constexpr,
+    MINIMA_SHARED: tl.constexpr,
     HAS_TAIL: tl.constexpr,
     EXPERTS: tl.constexpr,
     BAND: tl.constexpr,
@@ -164,7 +217,13 @@ def _product_kernel(
         first = expert.to(tl.int64) * out_size
         weight_ptr += first * row_size
         if scales_ptr is not None:
-            scales_ptr += first * num_groups
+            scales_ptr += first * (num_groups // SHARED)
+        if factors_ptr is not None:
+            factors_ptr += first * num_groups
+        if minima_ptr is not None:
+            minima_ptr += first * (num_groups // MINIMA_SHARED)
+        if minima_factors_ptr is not None:
+            minima_factors_ptr += first * num_groups
         if zeros_ptr is not None:
             zeros_ptr += first * num_groups
     # Of few rows no others are loaded, or many programs would ask for one row. Of many the last one is read once more.
@@ -189,17 +248,28 @@ def _product_kernel(
             x = tl.load(x_at + step * BLOCK_K, mask=is_row[:, None], other=0)
         else:
             x = tl.load(x_at + step * BLOCK_K)
-        group = step * BLOCK_K // GROUP * out_size + column if GROUP else column
-        zero = tl.load(zeros_ptr + group, mask=is_column, other=0) if zeros_ptr is not None else column
         exists = (step * WIDTH + unit < row_size)[None, :]
-        weight = tl.trans(read_weight(weight_at, step, zero, exists, BITS, zeros_ptr is not None, HAS_TAIL, TYPE))
-        if x_scales_ptr is not None:
-            acc = tl.dot(x, weight, acc, out_dtype=tl.int32)
-        elif GROUP:
-            scale = tl.load(scales_ptr + group, mask=is_column, other=0.0)
-            acc += tl.dot(x, weight, input_precision="ieee") * scale[None, :]
-        else:
-            acc = tl.dot(x, weight, acc, input_precision="ieee")
+        codes = read_codes(weight_at, step, exists, BITS, HAS_TAIL)
+        for i in tl.static_range(GROUPS):
+            group = step * BLOCK_K // GROUP + i if GROUP else 0
+            is_there = is_column
+            if GROUPS > 1 and HAS_TAIL:  # groups beyond the last one meet inputs of zero
+                is_there = column < tl.where(group * GROUP < in_size, out_size, 0)
+            zero = column
+            if zeros_ptr is not None:
+                zero = tl.load(zeros_ptr + (group * out_size + column), mask=is_there, other=0)
+            weight = tl.trans(read_numbers(codes, zero, BITS, NUMBERS, zeros_ptr is not None, TYPE))
+            own = tl.where((k // GROUP == i)[None, :], x, 0.0) if GROUPS > 1 else x
+            if x_scales_ptr is not None:
+                acc = tl.dot(own, weight, acc, out_dtype=tl.int32)
+            elif GROUP:
+                scale = read_scale(scales_ptr, factors_ptr, group, column, is_there, out_size, SHARED)
+                acc += tl.dot(own, weight, input_precision="ieee") * scale[None, :]
+                if minima_ptr is not None:
+                    least = read_scale(minima_ptr, minima_factors_ptr, group, column, is_there, out_size, MINIMA_SHARED)
+                    acc -= tl.sum(own.to(tl.float32), 1)[:, None] * least[None, :]
+            else:
+                acc = tl.dot(own, weight, acc, input_precision="ieee")
     is_last = True
     if not EXPERTS:
         num_parts = PARTS if PARTS else tl.num_programs(1)
@@ -210,7 +280,7 @@ def _product_kernel(
         if x_scales_ptr is not None:
             y *= tl.load(x_scales_ptr + source)[:, None]
         if scales_ptr is not None and not GROUP:
-            y *= tl.load(scales_ptr + column, mask=is_column, other=0.0)[None, :]
+            y *= read_scale(scales_ptr, factors_ptr, 0, column, is_column, out_size, SHARED)[None, :]
         if bias_ptr is not None:
             y += tl.load(bias_ptr + column, mask=is_column, other=0.0).to(tl.float32)[None, :]
         size = out_size
@@ -223,31 +293,54 @@ def _product_kernel(
         store_tile(y_ptr, y, row, end, place, size, residual_ptr)
 
 
+class LaidScales(NamedTuple):
+    """A number for each group and column, as in `Scales`. Neighbours in memory belong to neighbouring columns.
+
+    Attributes:
+        values: float32 or float16 [..., n, out].
+        factors: int8 [..., groups, out]; None if the values are the numbers.
+        shared: how many neighbouring groups share a value.
+    """
+
+    values: Tensor | None = None
+    factors: Tensor | None = None
+    shared: int = 1
+
+
 class Laid(NamedTuple):
     """The weights of a matrix [out, in], or of experts [num_experts, out, in], as the kernel reads them.
 
     Attributes:
         weight: codes as those of `Codes`, or numbers of the inputs' type. Contiguous, as all tensors here.
-        bits: those of a weight: 4 or 8 of codes, 16 of all numbers.
+        bits: those of a stored weight: 4 or 8 of codes, 16 of all numbers.
         group_size: how many inputs share a scale; `in` for one scale a row.
-        scales: float32 [..., groups, out]; None for numbers. Neighbours in memory belong to neighbouring columns.
-        zeros: int32, of the same shape; None as in `Codes`.
+        scales: without values for numbers.
+        zeros: int32 [..., groups, out]; None as in `Codes`.
         rounds: whether inputs are rounded to int8, with a scale for each row of x.
         arrivals: what `make_arrivals` returns; None for experts.
+        minima: without values if there are none.
+        numbers: what codes of 4 bits mean: see `pack_numbers`. None: what is left when the zero is subtracted.
     """
 
     weight: Tensor
     bits: int
     group_size: int
-    scales: Tensor | None = None
+    scales: LaidScales = LaidScales()
     zeros: Tensor | None = None
     rounds: bool = False
     arrivals: Tensor | None = None
+    minima: LaidScales = LaidScales()
+    numbers: int | None = None
 
     @property
     def in_size(self) -> int:
         """The length of a row."""
         return self.weight.shape[-1] * (8 // self.bits if self.bits < 16 else 1)
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """The matrix's tensors, in the order of a kernel's arguments."""
+        return (self.weight, *self.scales[:2], *self.minima[:2], self.zeros)
 
     @property
     def tiles(self) -> Tiles:
@@ -267,14 +360,31 @@ def choose_step(bits: int, in_size: int, group_size: int) -> int:
         ValueError: groups have a size that the kernel cannot cut into steps.
     """
     step = BLOCK_K if bits < 16 else PLAIN_BLOCK_K
-    while group_size < in_size and group_size % step:
+    if group_size >= in_size:
+        return step
+    while group_size % step and step > MIN_BLOCK_K:
         step //= 2
-    if step < MIN_BLOCK_K:
+    if group_size % step and group_size != MIN_GROUP:
         raise ValueError(
-            f"the Triton kernel needs groups of a multiple of {MIN_BLOCK_K} weights, and these have {group_size}: "
-            'use attention_backend="torch"'
+            f"the Triton kernel needs groups of {MIN_GROUP} weights, or of a multiple of {MIN_BLOCK_K}, and these have "
+            f'{group_size}: use attention_backend="torch"'
         )
     return step
+
+
+def read_config(laid: Laid) -> dict[str, int | None]:
+    """Return the constants that say how a kernel reads a matrix."""
+    step = choose_step(laid.bits, laid.in_size, laid.group_size)
+    is_grouped = laid.group_size < laid.in_size or laid.minima.values is not None
+    return {
+        "BITS": laid.bits,
+        "NUMBERS": laid.numbers,
+        "GROUP": laid.group_size if is_grouped else 0,
+        "GROUPS": ceil_div(step, laid.group_size) if is_grouped else 1,
+        "SHARED": laid.scales.shared,
+        "MINIMA_SHARED": laid.minima.shared,
+        "BLOCK_K": step,
+    }
 
 
 def limit_rows(tiles: Tiles) -> tuple[int, ...]:
@@ -295,13 +405,11 @@ def choose_tile(laid: Laid, num_rows: int, itemsize: int) -> Tile:
     return Tile(min(tile.rows, 64), min(tile.columns, 64), 3, 4)
 
 
-def product_config(laid: Laid, tile: Tile) -> dict[str, int]:
+def product_config(laid: Laid, tile: Tile) -> dict[str, int | None]:
     """Return the constants to compile with."""
     step = choose_step(laid.bits, laid.in_size, laid.group_size)
-    is_grouped = laid.group_size < laid.in_size
     return {
-        "BITS": laid.bits,
-        "GROUP": laid.group_size if is_grouped else 0,
+        **read_config(laid),
         "HAS_TAIL": laid.in_size % step > 0,
         "EXPERTS": next_power_of_2(len(laid.weight)) if laid.weight.dim() > 2 else 0,
         "BAND": BAND,
@@ -310,7 +418,6 @@ def product_config(laid: Laid, tile: Tile) -> dict[str, int]:
         "SILU": False,
         "BLOCK_M": tile.rows,
         "BLOCK_N": tile.columns,
-        "BLOCK_K": step,
         "num_warps": tile.warps,
         "num_stages": tile.stages,
         "enable_fp_fusion": not laid.rounds,
@@ -370,7 +477,7 @@ def product(
     num_tiles *= ceil_div(out_size, tile.columns)
     config = product_config(laid, tile)
     parts = 1
-    part_steps = ceil_div(laid.in_size, config["BLOCK_K"])
+    part_steps = ceil_div(laid.in_size, choose_step(laid.bits, laid.in_size, laid.group_size))
     if laid.arrivals is not None:
         parts, part_steps = split_steps(laid, tile, num_tiles)
     y = torch.empty(num_rows, out_size, dtype=x.dtype, device=x.device)
@@ -380,9 +487,8 @@ def product(
     arrivals = sums if laid.arrivals is None else laid.arrivals  # nobody reads them of experts
     tokens = None if routing is None or not gather else routing.tokens
     offsets = None if routing is None else routing.offsets
-    weights = (laid.weight, laid.scales, laid.zeros)
-    num_groups = 0 if laid.scales is None else laid.scales.shape[-2]
-    pointers = (inputs, input_scales, *weights, bias, None, y, sums, arrivals, tokens, offsets)
+    pointers = (inputs, input_scales, *laid.tensors, bias, None, y, sums, arrivals, tokens, offsets)
+    num_groups = ceil_div(laid.in_size, laid.group_size)
     sizes = (laid.in_size, row_size, out_size, num_rows, part_steps, num_groups, num_experts)
     launch(_product_kernel, (num_tiles, parts), (*pointers, *sizes), config)
     return y

@@ -7,7 +7,16 @@ import torch
 from torch import Tensor
 
 from nanovllm.backends.gpu.dequantize import multiply_dequantized
-from nanovllm.backends.gpu.product import CODES_TILES, Laid, choose_step, limit_rows, make_arrivals, product
+from nanovllm.backends.gpu.product import (
+    CODES_TILES,
+    Laid,
+    LaidScales,
+    choose_step,
+    limit_rows,
+    make_arrivals,
+    pack_numbers,
+    product,
+)
 from nanovllm.features.quantized.codes import Codes, InputScales, Scales
 from nanovllm.features.quantized.dynamic import MOST_INPUTS
 from nanovllm.features.quantized.formats import Format
@@ -23,6 +32,7 @@ class TritonMatrix(TorchMatrix):
 
     Attributes:
         row_limits: see `limit_rows`.
+        form: what decides which variants of the kernels it needs.
     """
 
     def __init__(self, codes: Codes, dtype: torch.dtype) -> None:
@@ -35,16 +45,29 @@ class TritonMatrix(TorchMatrix):
                 rows that are too long for exact sums.
         """
         refuse_codes(codes)
-        zeros = None if codes.zeros is None else _lay_by_column(codes.zeros.to(torch.int32))
-        weight = codes.codes.contiguous()
-        scales = _lay_by_column(codes.scales.values)
         # Each of these tensors is there once: `rows` reads it in the order of `Codes`, the kernel in that of columns.
-        super().__init__(replace(codes, codes=weight, scales=Scales(scales), zeros=zeros), dtype)
-        values = (scales.mT, None if zeros is None else zeros.mT)
-        self._laid = Laid(weight, codes.bits, codes.group_size, *values, rounds=codes.input_scales is not None)
-        if weight.dim() == 2:
+        laid = replace(
+            codes,
+            codes=codes.codes.contiguous(),
+            scales=codes.scales.map(_lay_by_column),
+            zeros=None if codes.zeros is None else _lay_by_column(codes.zeros.to(torch.int32)),
+            minima=None if codes.minima is None else codes.minima.map(_lay_by_column),
+        )
+        super().__init__(laid, dtype)
+        self._laid = Laid(
+            laid.codes,
+            bits=4 if codes.bits == 4 else 8,
+            group_size=codes.group_size,
+            scales=_transpose(laid.scales),
+            zeros=None if laid.zeros is None else laid.zeros.mT,
+            rounds=codes.input_scales is not None,
+            minima=_transpose(laid.minima),
+            numbers=None if codes.numbers is None else pack_numbers(codes.numbers.tolist()),
+        )
+        if codes.codes.dim() == 2:
             self._laid = self._laid._replace(arrivals=make_arrivals(self._laid))
         self.row_limits = limit_rows(self._laid.tiles)
+        self.form = codes.describe_form()
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """x [n, in] -> x W^T + bias [n, out]. The codes' columns may have another order than those of x."""
@@ -61,8 +84,6 @@ class TritonMatrix(TorchMatrix):
 
 def refuse_codes(codes: Codes) -> None:
     """Raise a ValueError if the kernel cannot take a matrix, or those of experts."""
-    if codes.minima is not None or codes.numbers is not None or codes.scales.values.dtype != torch.float32:
-        raise ValueError('the Triton kernel does not take GGUF\'s blocks yet: use attention_backend="torch" or "cpu"')
     if codes.order is not None and codes.codes.dim() > 2:
         raise ValueError(
             "these experts' columns are sorted by their group (desc_act), which the grouped Triton kernel does not "
@@ -79,6 +100,13 @@ def refuse_codes(codes: Codes) -> None:
 def _lay_by_column(values: Tensor) -> Tensor:
     """Return a copy of the values [..., m, n] in which the elements of a column are neighbours in memory."""
     return values.mT.clone(memory_format=torch.contiguous_format).mT
+
+
+def _transpose(scales: Scales | None) -> LaidScales:
+    """Return scales, or minima, that `_lay_by_column` has laid as the kernel reads them."""
+    if scales is None:
+        return LaidScales()
+    return LaidScales(scales.values.mT, None if scales.factors is None else scales.factors.mT, scales.groups_per_value)
 
 
 class Operators(MatrixOperators):

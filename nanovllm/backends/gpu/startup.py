@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -54,7 +54,8 @@ def launch_steps(runner: "ModelRunner") -> None:
     plans = [mixed]
     # Products with experts, with quantised matrices and of few rows have kernels for ranges of the number of tokens.
     modules = list(runner.model.modules())
-    kernels = [getattr(module, name, None) for module in modules for name in ("packed", "operators", "multiply")]
+    kernels = [getattr(module, name, None) for module in modules for name in ("operators", "multiply")]
+    kernels += [matrix for module in modules for matrix in list_packed(module)]
     limits: set[int] = set().union(*(getattr(kernel, "row_limits", ()) for kernel in kernels))
     for most in sorted(limits):
         num_tokens = min(most + 1, config.max_num_batched_tokens)
@@ -93,12 +94,19 @@ def launch_logits_kernels(runner: "ModelRunner") -> None:
     edit_logits(logits, MaskAndPenalties(ids, masks, ids, counts, penalties))
 
 
+def list_packed(module: nn.Module) -> list[Any]:
+    """Return the packed matrices of a module, also those that lie side by side."""
+    forms = getattr(module, "list_packed", tuple)()
+    return [matrix for form in forms for matrix in getattr(form, "parts", (form,))]
+
+
 def find_kind(layer: nn.Module) -> tuple[object, ...]:
     """Return what decides which kernels a layer launches. A layer without attention has no variant of it, and the last
-    one may end in another way."""
+    one may end in another way. Matrices may be quantised differently in each layer."""
     constants, sinks = read_variant(getattr(layer.self_attn, "variant", None))
     is_last = getattr(layer, "is_last", False)
-    return type(layer), type(layer.self_attn), type(layer.mlp), *constants.values(), sinks is None, is_last
+    forms = tuple(getattr(matrix, "form", None) for module in layer.modules() for matrix in list_packed(module))
+    return type(layer), type(layer.self_attn), type(layer.mlp), *constants.values(), sinks is None, is_last, forms
 
 
 @contextmanager
