@@ -96,7 +96,7 @@ def launch_logits_kernels(runner: "ModelRunner") -> None:
 
 def list_packed(module: nn.Module) -> list[Any]:
     """Return the packed matrices of a module, also those that lie side by side."""
-    forms = getattr(module, "list_packed", tuple)()
+    forms: list[Any] = getattr(module, "list_packed", list)()
     return [matrix for form in forms for matrix in getattr(form, "parts", (form,))]
 
 
