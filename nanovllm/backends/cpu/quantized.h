@@ -100,9 +100,11 @@ struct NibbleTables {
 template <Nibbles NIBBLES> constexpr NibbleTables NIBBLE_TABLES{NIBBLES};
 
 // The formats say how a chunk of BYTES bytes stores codes, which have BITS bits before they are packed. It has INPUTS
-// inputs of the PANEL columns, which make STEPS steps. Codes of ZERO stand where there are no inputs. `place` says where the code of a column and an input lies, counted in codes. `put` writes a chunk from rows of codes that are
-// `row` bytes apart, one for each column. `right` gives register v of the panel's columns for a step, in the way that
-// is fastest for so many ROWS; `numbers` the same for one input as whole numbers, and `code` a single code.
+// inputs of the PANEL columns, which make STEPS steps. Codes of ZERO stand where there are no inputs. `place` says where
+// the code of a column and an input lies, counted in codes. `put` writes a chunk from rows of codes that are `row` bytes
+// apart, one for each column. `right` gives register v of the panel's columns for a step, in the way that is fastest for
+// so many ROWS; WIDENS_FAST says that this takes no longer than to load a register. `numbers` gives the same for one
+// input as whole numbers, and `code` a single code. HAS_SMALL_GROUPS says whether small groups have a loop of their own.
 
 // Bytes from -127 to 127; with WHOLE, -128 too.
 template <class P, bool WHOLE> struct Int8 {
@@ -113,7 +115,7 @@ template <class P, bool WHOLE> struct Int8 {
 #else
     static constexpr bool LOOKED_UP = false;
 #endif
-    static constexpr bool IS_FAST = !WHOLE;
+    static constexpr bool HAS_SMALL_GROUPS = !WHOLE, WIDENS_FAST = false;
     static constexpr int place(int column, int k) {
         if (LOOKED_UP) return column % 16 / 4 * 16 + column / 16 * 8 + column % 4 * 2 + k;  // see _mm512_unpacklo_epi8
         return IN_PAIRS<P> ? column * INPUTS + k : k * PANEL + column;
@@ -165,7 +167,7 @@ template <class P, bool WHOLE> struct Int8 {
 template <class P> struct Int6 {
     using left = P;
     static constexpr int BITS = 8, BYTES = 3 * LINE, ZERO = 0, INPUTS = 8, STEPS = INPUTS / 2;
-    static constexpr bool IS_FAST = true;
+    static constexpr bool HAS_SMALL_GROUPS = true, WIDENS_FAST = true;
     static constexpr int place(int column, int k) { return Int8<P, false>::place(column, k % 2); }  // in a line
     static inline void put(uint8_t* chunk, const uint8_t* rows, int64_t row) {
         for (int c = 0; c < PANEL; ++c)
@@ -212,7 +214,7 @@ template <class P> constexpr bool KEEPS_SIX_BITS = false;
 template <class P, Nibbles NIBBLES> struct Int4 {
     using left = P;
     static constexpr int BITS = 4, BYTES = LINE, INPUTS = 2 * BYTES / PANEL, STEPS = INPUTS / PER_STEP<P>;
-    static constexpr bool IS_FAST = true;
+    static constexpr bool HAS_SMALL_GROUPS = true, WIDENS_FAST = true;
     static constexpr int FLIP = NIBBLES == SIGNED ? 8 : 0, ZERO = FLIP * 17;  // a stored code is the given one ^ FLIP
     static constexpr const NibbleTables& TABLE = NIBBLE_TABLES<NIBBLES>;
 #if defined(__AVX2__) && !defined(__AVX512F__)
@@ -511,7 +513,7 @@ constexpr int64_t RUN = DEPTH / 2;                                              
 // Says whether the groups of a matrix are multiplied so.
 template <class Q> inline bool has_small_groups(const Quantized& m) {
     const int64_t steps = m.group / PER_STEP<typename Q::left>;
-    return Q::IS_FAST && IN_PAIRS<typename Q::left> && m.group < m.in && m.group <= MOST_SMALL && !m.zeros &&
+    return Q::HAS_SMALL_GROUPS && IN_PAIRS<typename Q::left> && m.group < m.in && m.group <= MOST_SMALL && !m.zeros &&
            RUN % (MOST_TOGETHER * steps) == 0 && !uses_amx<typename Q::left>();
 }
 
@@ -581,8 +583,8 @@ inline void add_groups_of(int64_t rows, const typename P::left* a, int64_t count
     }
 }
 
-// Computes totals [rows][PANEL] = x times a panel whose groups are small. The columns of a run are widened once for
-// all pieces of many rows.
+// Computes totals [rows][PANEL] = x times a panel whose groups are small. Each piece of the rows widens the columns of
+// a run anew, unless it takes longer than to load them: then they are widened once.
 template <class Q>
 inline void multiply_small_groups(const typename Q::left::left* x, int64_t rows, const Quantized& m, int64_t panel,
                                   const float* input_sums, float* totals) {
@@ -604,7 +606,7 @@ inline void multiply_small_groups(const typename Q::left::left* x, int64_t rows,
             return Q::right(at, step, v);
         };
         const int64_t row = panel * groups + g;
-        if (rows <= 2 * MOST_GROUP_ROWS) {  // to store the widened columns would take longer than to widen them twice
+        if (Q::WIDENS_FAST || rows <= MOST_GROUP_ROWS) {
             row_pieces(rows, MOST_GROUP_ROWS, [&](int64_t r, int64_t piece) {
                 add_groups_of<P, Q::STEPS>(piece, a + r * LEFT_ROW, count, each, m, row, input_sums + r * groups + g,
                                            groups, totals + r * PANEL, read);
@@ -638,7 +640,7 @@ inline void multiply_codes(const typename Q::left::left* x, const float* input_s
     const int64_t chunks = m.chunks<Q>(), width = panels * PANEL, group = std::max<int64_t>(m.group / Q::INPUTS, 1);
     const uint8_t* first = m.codes + panel * chunks * Q::BYTES;
     int64_t i = 0;
-    if constexpr (Q::IS_FAST && IN_PAIRS<P>)
+    if constexpr (Q::HAS_SMALL_GROUPS && IN_PAIRS<P>)
         if (has_small_groups<Q>(m)) {
             multiply_small_groups<Q>(x, rows, m, panel, input_sums, totals);
             i = chunks;
