@@ -95,9 +95,9 @@ extern "C" {
 #define MATRIX                                                                                                  \
     {codes, {scales, factors, shared, halves != 0}, {minima, minimum_factors, shared, halves != 0}, zeros, in, out, \
      group, row}
-#define TENSORS                                                                                                      \
-    const uint8_t *codes, const void *scales, const int8_t *factors, const void *minima, const int8_t *minimum_factors, \
-        const float *zeros
+#define TENSORS                                                                                    \
+    const uint8_t *codes, const void *scales, const int8_t *factors, const void *minima,           \
+        const int8_t *minimum_factors, const float *zeros
 #define SIZES int64_t in, int64_t out, int64_t group, int64_t shared, int64_t halves, int64_t row
 
 EXPORT_CODES(pack_codes, (codes, packed, out, in), const uint8_t* codes, uint8_t* packed, int64_t out, int64_t in)

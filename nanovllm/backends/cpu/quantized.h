@@ -720,7 +720,8 @@ void multiply_code_panels(const typename Q::left::element* x, const Quantized& m
     });
 }
 
-// Computes y[rows][out] = x[rows][in] W^T + bias; rows of y are m.row elements apart. Each thread owns some panels of W. See `linear` for the rows.
+// Computes y[rows][out] = x[rows][in] W^T + bias; rows of y are m.row elements apart. Each thread owns some panels of W.
+// See `linear` for the rows.
 template <class Q>
 void linear_codes(const void* x, const Quantized& m, const void* bias, void* y, int64_t rows) {
     using E = typename Q::left::element;
