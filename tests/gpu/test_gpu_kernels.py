@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from itertools import product
 
+import numpy as np
 import pytest
 import torch
 from helpers.delta_cases import DeltaLayer, assert_delta_is_the_reference
@@ -341,11 +342,30 @@ def test_samples_follow_the_distribution() -> None:
 def test_products_with_codes_are_those_of_the_dequantised_matrix_eager_and_replayed(
     bits: int, group_size: int, has_zeros: bool, dtype: torch.dtype, num_rows: int
 ) -> None:
-    """Sums of 512 products of about one are in float32, so they differ by their order; then they are rounded once.
+    check_products(make_codes((200, 512), bits, group_size, has_zeros), dtype, num_rows)
 
-    For many rows the weights are rounded, too.
+
+@pytest.mark.parametrize("num_rows", [1, 17, 65, 300])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("type_name", ["Q4_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q6_K", "IQ4_XS"])
+def test_products_with_blocks_of_gguf_are_those_of_the_dequantised_matrix(
+    type_name: str, dtype: torch.dtype, num_rows: int
+) -> None:
+    pytest.importorskip("gguf")
+    from helpers.gguf_models import draw_matrix
+
+    from nanovllm.features.gguf.blocks import read_codes
+
+    data = draw_matrix(type_name, np.zeros((200, 512), np.float32), np.random.default_rng(0), size=0.5)
+    check_products(read_codes(torch.from_numpy(data).to(CUDA), type_name, 200), dtype, num_rows)
+
+
+def check_products(codes: Codes, dtype: torch.dtype, num_rows: int) -> None:
+    """Compare products with codes [200, 512], eager and replayed, with those of the weights.
+
+    Sums of 512 products of about one are in float32, so they differ by their order; then they are rounded once. For
+    many rows the weights are rounded, too.
     """
-    codes = make_codes((200, 512), bits, group_size, has_zeros)
     matrix = TritonMatrix(codes, dtype)
     x = torch.randn(num_rows, 512, device=CUDA).to(dtype)
     eps = torch.finfo(dtype).eps

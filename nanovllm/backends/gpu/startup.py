@@ -1,6 +1,6 @@
 """Compiles the Triton kernels that steps will launch, before the first step."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -96,7 +96,7 @@ def launch_logits_kernels(runner: "ModelRunner") -> None:
 
 def list_packed(module: nn.Module) -> list[Any]:
     """Return the packed matrices of a module, also those that lie side by side."""
-    forms: list[Any] = getattr(module, "list_packed", list)()
+    forms: Iterable[Any] = getattr(module, "list_packed", tuple)()
     return [matrix for form in forms for matrix in getattr(form, "parts", (form,))]
 
 
