@@ -113,9 +113,9 @@ def check(compiled: list[dict[str, Any]]) -> None:
             "_split_kernel": 32 if has_codes else 0,
             "_product_kernel": 1,
         }
-        if result["kernel"] == "_product_kernel":
-            # GGUF's scales and minima of 16 bits: of a thread's columns, once for each group of a step.
-            most["_product_kernel"] += 8 * list(result["types"].values()).count("*fp16") * result["config"]["GROUPS"]
+        # GGUF's scales and minima of 16 bits: of a thread's columns, once for each group of a step.
+        num_halves = list(result["types"].values()).count("*fp16") * result["config"].get("GROUPS", 0)
+        most[result["kernel"]] = most.get(result["kernel"], 0) + 8 * num_halves
         most["_combine_experts_kernel"] = result["config"].get("HAS_SHARED", 0)
         most["_choose_experts_kernel"] = 8 if "logits_stride" in result["types"] else 0
         assert result["narrow_loads"] <= most.get(result["kernel"], 0), result
