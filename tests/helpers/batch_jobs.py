@@ -64,14 +64,14 @@ class InstantLLM:
         self.dies_after = dies_after
         self.error = error
         facts = {"seed": config.seed, "dtype": "float32", "device": "cpu", "attention_backend": "torch"}
-        facts |= {"lora": config.lora, "quantization": config.quantization}
+        facts |= {"lora": config.lora, "quantization": config.quantization, "tokenizer": config.tokenizer}
         facts |= {"max_model_len": self.max_model_len, "usual_length": self.max_model_len}
         facts |= {"block_size": 16, "max_num_seqs": 4}
         facts |= {"enable_prefix_caching": True, "data_parallel_size": 1}
         scheduler = SimpleNamespace(block_manager=SimpleNamespace(num_blocks=64))
         self.engine = SimpleNamespace(
             config=SimpleNamespace(**facts),
-            facts=SimpleNamespace(origin=origin),
+            facts=SimpleNamespace(origin=origin, stamps=()),
             scheduler=scheduler,
             observers=[],
         )
