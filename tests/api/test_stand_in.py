@@ -1,10 +1,12 @@
 """The stand-in: in a process that `nanovllm run` starts, and in its children, `vllm` is this engine."""
 
+import copy
 import importlib
 import importlib.metadata
 import importlib.util
 import inspect
 import os
+import pickle
 import re
 import subprocess
 import sys
@@ -448,6 +450,16 @@ def test_options_on_a_command_line_make_an_engine() -> None:
     )
     with VllmLLM.from_engine_args(options) as llm:
         assert llm.engine.config.max_num_seqs == 3
+
+
+def test_what_options_in_one_object_lack_says_what_to_do_instead() -> None:
+    options = engine.EngineArgs("tiny-qwen3", max_num_seqs=3)
+    for name in ("create_engine_config", "kv_transfer_config", "mm_processor_kwargs"):
+        with pytest.raises(AttributeError, match=f"^EngineArgs has no attribute '{name}': .{{15,}}"):
+            getattr(options, name)
+    with pytest.raises(AttributeError, match=r"^EngineArgs has no attribute 'max_num_seq'$"):
+        options.max_num_seq  # noqa: B018
+    assert copy.deepcopy(options) == options == pickle.loads(pickle.dumps(options))
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-from nanovllm.apps.standin.names import check_arguments
+from nanovllm.apps.standin.names import check_arguments, explain_missing
 from nanovllm.config import EngineConfig, EngineOptions
 from nanovllm.engine.sequence import Sequence
 from nanovllm.outputs import METRICS, Embedding, Logprob, Metric, Output
@@ -42,6 +42,9 @@ class EngineArgs(EngineConfig):
     def from_cli_args(cls, args: Namespace) -> "EngineArgs":
         """Return the options among the arguments that a parser has read."""
         return cls(args.model, **{name: getattr(args, name) for name in EngineOptions.__annotations__})
+
+    def __getattr__(self, name: str) -> Any:
+        raise explain_missing("EngineArgs", name)
 
 
 class LLMEngine:

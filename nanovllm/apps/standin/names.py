@@ -51,7 +51,7 @@ ARGUMENTS = (
 )
 
 MISSING: Mapping[str, str] = {
-    # methods and attributes of vLLM's LLM
+    # methods and attributes of vLLM's LLM and EngineArgs
     "beam_search BeamSearchParams": "generate(prompts, SamplingParams(n=8, logprobs=0)) samples completions",
     "classify reward ClassificationRequestOutput ScoringRequestOutput": _NO_HEAD,
     "start_profile stop_profile": _TRACE,
@@ -59,6 +59,7 @@ MISSING: Mapping[str, str] = {
     "apply_model": "llm.engine.runner.model is the model of one device; several ranks take no calls",
     "preprocess_chat": "render_chat(messages) returns the prompt and its token ids",
     "enqueue enqueue_chat wait_for_completion": "submit(prompt) returns a future at once",
+    "create_engine_config": "vars(args) has the options; in Ray's pipelines nanovllm.ray.RayLLM answers rows",
     # modules, and names in them
     "assets multimodal image audio video EmbedsPrompt": _TEXT_ALONE,
     "PoolerConfig": _EMBED,
