@@ -35,9 +35,9 @@ from benchmarks.evidence.bench_loading import AT_LOAD, measure
 from benchmarks.random_checkpoint import write_random_checkpoint
 from nanovllm import LLM
 from nanovllm.backends.cpu.quantized import quantized_library
-from nanovllm.features.quantized.checkpoints import describe_format, find_format
+from nanovllm.features.quantized.checkpoints import find_format
 from nanovllm.features.quantized.codes import Codes
-from nanovllm.features.quantized.formats import MADE_AT_LOAD, Format
+from nanovllm.features.quantized.formats import INT8, MADE_AT_LOAD, Format
 from nanovllm.features.quantized.loading import count_bytes
 from nanovllm.features.quantized.unpack import Floats4, find_order
 from nanovllm.models.sizes import Sizes
@@ -483,8 +483,8 @@ def test_what_is_not_read_is_refused_by_name(message: str, config: dict[str, obj
     ],
 )
 def test_a_table_tells_how_the_weights_are_stored(config: dict[str, object], stored: str) -> None:
-    assert describe_format(read(config), "float16") == stored
-    assert describe_format(find_format("int8", PretrainedConfig()), "float16") == "int8"  # type: ignore[arg-type]
+    assert read(config).describe("float16") == stored
+    assert INT8.describe("float16") == "int8"
 
 
 def test_the_option_must_agree_with_the_checkpoint(tmp_path: Path) -> None:
