@@ -2,6 +2,8 @@
 
 import json
 import re
+import sys
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -220,6 +222,44 @@ def box(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = AutoModelForCausalLM.from_pretrained(BOX_MODEL, dtype=torch.float32)
     write_gguf(path, model, "qwen3", "BF16", metadata)
     return path
+
+
+TASK = """
+task: sums
+dataset_path: json
+dataset_kwargs: {data_files: {test: SUMS}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{a}} + {{b}} ="
+doc_to_choice: "{{choices}}"
+doc_to_target: answer
+metric_list: [{metric: acc}, {metric: brier_score}]
+"""
+
+
+@pytest.mark.slow
+def test_eval_measures_of_a_gguf_what_it_measures_of_the_folder(
+    box: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The Brier score has the log-probability of each choice in it."""
+    from nanovllm.apps.cli import main
+
+    tasks = pytest.importorskip("lm_eval.tasks")
+    monkeypatch.setattr(
+        tasks.TaskManager, "__init__", partialmethod(tasks.TaskManager.__init__, include_defaults=False)
+    )
+    monkeypatch.setattr(sys, "argv", [])  # the command sets it
+    rows = [{"a": a, "b": 3, "choices": [str(a + 3), str(a + 4)], "answer": 0} for a in range(8)]
+    (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "sums.yaml").write_text(TASK.replace("SUMS", str(tmp_path / "sums.jsonl")))
+    scores = []
+    for name, model in (("folder", BOX_MODEL), ("gguf", box)):
+        command = ["eval", "--model", str(model), "dtype=float32", "max_model_len=192", "--include_path", str(tmp_path)]
+        assert main([*command, "--tasks", "sums", "--output_path", str(tmp_path / name)]) == 0
+        (results,) = (tmp_path / name).rglob("results_*.json")
+        found = json.loads(results.read_text())["results"]["sums"]
+        scores.append((found["acc,none"], found["brier_score,none"]))
+    assert scores[0] == scores[1]
 
 
 def test_the_built_in_model_as_a_gguf_answers_as_its_folder_does(box: Path) -> None:
