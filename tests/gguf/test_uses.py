@@ -15,7 +15,6 @@ from helpers.paths import BOX_MODEL
 from helpers.tiny import SMALL, draw_prompts, greedy
 from transformers import AutoModelForCausalLM
 
-from benchmarks.evidence.bench_loading import measure
 from nanovllm import LLM, SamplingParams
 from nanovllm.inputs import LoRARequest
 
@@ -200,7 +199,8 @@ def write_large(path: Path, types: dict[str, str]) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize("types", [{"": "Q4_K", "output": "Q6_K"}, {"": "Q8_0"}, {"": "Q4_0", "ffn_down": "IQ3_S"}])
 def test_loading_holds_the_packed_size_and_two_of_the_largest_matrices(tmp_path: Path, types: dict[str, str]) -> None:
-    """The file itself is mapped: its pages are the operating system's. 128 MB are for all else."""
+    """The file itself is mapped: its pages are the operating system's. 128 MB are for all else, then and later."""
+    from benchmarks.evidence.bench_loading import measure
     from nanovllm.apps.estimate import estimate, fetch_config
     from nanovllm.config import EngineConfig
 
@@ -210,7 +210,7 @@ def test_loading_holds_the_packed_size_and_two_of_the_largest_matrices(tmp_path:
     packed = estimate(fetch_config(str(path)), asked, 64 << 30).memory.weights
     found = measure(path, "cpu", "gguf")
     assert found["most"] < packed + 2 * largest + 128 * 10**6
-    assert found["held"] < 1.05 * packed + 64 * 10**6
+    assert found["held"] < packed + 128 * 10**6
 
 
 @pytest.fixture(scope="module")
