@@ -3,9 +3,10 @@
     python scripts/mutants.py nanovllm/engine/order.py tests/features/test_order.py
     python scripts/mutants.py nanovllm/engine/order.py tests/features tests/engine --count 40 --seed 1
 
-First the tests run once, and each line of the module learns which tests reach it. Then each of `count` changes, drawn
-at random, meets the quickest of the tests that reach its line, in a copy of the repository. A change that all of them
-pass is a hole of the tests, unless it changes nothing that anybody promises. That is for a reader to judge.
+First the tests run once, and each line of the module learns which tests reach it, also in the processes that they
+start. Then each of `count` changes, drawn at random, meets the quickest of the tests that reach its line, in a copy of
+the repository. A change that all of them pass is a hole of the tests, unless it changes nothing that anybody promises.
+That is for a reader to judge.
 """
 
 import argparse
@@ -14,23 +15,20 @@ import json
 import os
 import random
 import shutil
+import signal
+import site
 import subprocess
 import sys
+import sysconfig
 import tempfile
-import threading
+import venv
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
-import pytest
-
 ROOT = Path(__file__).parents[1]
-FILE = "MUTANTS_FILE"
-"""The variable of the environment with the module whose lines are noted."""
-REPORT = "MUTANTS_REPORT"
-"""The variable with the file that gets the lines and seconds of each test."""
 
 SWAPPED: dict[type[ast.AST], type[ast.AST]] = {
     ast.Lt: ast.LtE,
@@ -52,39 +50,6 @@ SWAPPED: dict[type[ast.AST], type[ast.AST]] = {
     ast.Break: ast.Continue,
     ast.Continue: ast.Break,
 }
-
-
-# ---- the plugin of pytest that notes lines
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """Note which lines of the module a test reaches, with its set-up."""
-    module = os.environ[FILE]
-    lines: set[int] = set()
-
-    def note(frame: FrameType, event: str, _: object) -> Callable[..., Any] | None:
-        if frame.f_code.co_filename != module:
-            return None
-        lines.add(frame.f_lineno)
-        return note
-
-    since = count_seconds()
-    threading.settrace(note)
-    sys.settrace(note)
-    try:
-        return (yield)
-    finally:
-        sys.settrace(None)
-        threading.settrace(None)  # type: ignore[arg-type]
-        found = {"test": item.nodeid, "lines": sorted(lines), "seconds": count_seconds() - since}
-        with open(os.environ[REPORT], "a") as file:
-            file.write(json.dumps(found) + "\n")
-
-
-def count_seconds() -> float:
-    """Return the processor's time of this process and of the children that have ended: a test may start some."""
-    return sum(os.times()[:4])
 
 
 # ---- changes
@@ -116,6 +81,19 @@ def list_changes(tree: ast.Module) -> Iterator[tuple[int, str, Callable[[], None
             yield node.lineno, f"{ast.unparse(node)}: None", setter(node, "value", ast.Constant(None))
 
 
+def list_parts(tree: ast.Module, line: int) -> range:
+    """Return the lines of the statement that has a line, without its body: not each of them is noted as reached."""
+    around = [node for node in ast.walk(tree) if isinstance(node, ast.stmt) and node.lineno <= line <= end_of(node)]
+    statement = max(around, key=lambda node: node.lineno)
+    body = getattr(statement, "body", None)
+    return range(statement.lineno, body[0].lineno if body else end_of(statement) + 1)
+
+
+def end_of(node: ast.stmt) -> int:
+    assert node.end_lineno is not None
+    return node.end_lineno
+
+
 def setter(owner: Any, key: Any, value: Any) -> Callable[[], None]:
     """Return a function that sets a field of a node, or an element of a list."""
     return lambda: owner.__setitem__(key, value) if isinstance(owner, list) else setattr(owner, key, value)
@@ -124,15 +102,61 @@ def setter(owner: Any, key: Any, value: Any) -> Callable[[], None]:
 # ---- runs
 
 
-def run_pytest(folder: Path, arguments: list[str], seconds: float, **variables: str) -> int:
-    """Run tests in a copy of the repository. Return pytest's status; 124 if they took too long."""
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *arguments]
-    environment = os.environ | {"PYTHONPATH": str(folder)} | variables
-    try:
-        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, timeout=seconds)
-    except subprocess.TimeoutExpired:
-        return 124
-    return done.returncode
+class Copy:
+    """A copy of the repository, with an environment whose every process imports the package from it.
+
+    The environment has the packages of the one that runs this. PYTHONPATH would not do: tests start processes without
+    it, and an installed package is then the unchanged one.
+    """
+
+    def __init__(self, place: Path) -> None:
+        """Make both in a folder."""
+        self.folder = place / "copy"
+        ignored = shutil.ignore_patterns(".git", "__pycache__", ".hypothesis")
+        shutil.copytree(ROOT, self.folder, ignore=ignored)
+        self._python = str(place / "env" / "bin" / "python")
+        venv.create(place / "env", symlinks=True)
+        self._packages = Path(sysconfig.get_path("purelib", "posix_prefix", {"base": str(place / "env")}))
+        others = site.getsitepackages() + [site.getusersitepackages()] * bool(site.ENABLE_USER_SITE)
+        lines = [str(self.folder), *(f"import site; site.addsitedir({other!r})" for other in others)]
+        (self._packages / "copy.pth").write_text("\n".join(lines))
+
+    def run_pytest(self, arguments: list[str], seconds: float) -> int:
+        """Run tests. Return pytest's status; 124 if they took too long."""
+        command = [self._python, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *arguments]
+        environment = os.environ | {"PYTHONPATH": str(self.folder)}
+        null = subprocess.DEVNULL
+        process = subprocess.Popen(
+            command, cwd=self.folder, env=environment, stdout=null, stderr=null, start_new_session=True
+        )
+        try:
+            return process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return 124
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # also what its tests have left
+            process.wait()
+
+    def find_reaching(self, module: Path, tests: list[str]) -> dict[int, list[tuple[float, str]]]:
+        """Return the tests that reach each line of a module, in whatever process, with their seconds."""
+        notes = self._packages / "notes"
+        notes.write_bytes(b"\0")
+        hook = self._packages / "reached_lines.pth"
+        hook.write_text(f"import scripts.reached_lines as lines; lines.start({str(module)!r}, {str(notes)!r})")
+        if status := self.run_pytest(["-p", "scripts.reached_lines", *tests], 3600):
+            sys.exit(f"the unchanged code does not pass: pytest's status is {status}")
+        hook.unlink()
+        reaching: dict[int, list[tuple[float, str]]] = defaultdict(list)
+        lines: set[int] = set()
+        for found in map(json.loads, notes.read_bytes()[1:].splitlines()):
+            if isinstance(found, int):
+                lines.add(found)
+                continue
+            for line in lines:
+                reaching[line].append(tuple(found))
+            lines.clear()
+        return reaching
 
 
 def main() -> int:
@@ -144,29 +168,23 @@ def main() -> int:
     parser.add_argument("--most", type=int, default=14, help="how many tests a change meets")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as place:
-        folder = Path(place, "copy")
-        shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(".git", "__pycache__", ".hypothesis"))
-        module = folder / args.module
-        report = Path(place, "report")
-        noting = ["-p", "scripts.mutants", *args.tests]
-        if status := run_pytest(folder, noting, 3600, **{FILE: str(module), REPORT: str(report)}):
-            sys.exit(f"the unchanged code does not pass: pytest's status is {status}")
-        reaching: dict[int, list[tuple[float, str]]] = defaultdict(list)
-        for found in map(json.loads, report.read_text().splitlines()):
-            for line in found["lines"]:
-                reaching[line].append((found["seconds"], found["test"]))
+        copy = Copy(Path(place))
+        module = copy.folder / args.module
+        reaching = copy.find_reaching(module, args.tests)
         source = module.read_text()
         size = sum(1 for _ in list_changes(ast.parse(source)))
         survivors = 0
         for number in sorted(random.Random(args.seed).sample(range(size), min(args.count, size))):
             tree = ast.parse(source)
             line, what, change = list(list_changes(tree))[number]
-            tests = [name for _, name in sorted(reaching[line])[: args.most]]
+            reached = {test for part in list_parts(tree, line) for test in reaching[part]}
+            tests = [name for _, name in sorted(reached)[: args.most]]
             change()
             module.write_text(ast.unparse(ast.fix_missing_locations(tree)))
-            status = run_pytest(folder, tests, 300) if tests else -1
-            verdict = {-1: "no test reaches it", 0: "SURVIVES", 1: "noticed", 124: "hangs"}.get(status, "noticed")
-            survivors += status in (-1, 0)
+            status = copy.run_pytest(tests, 300) if tests else None
+            verdicts = {None: "no test reaches it", 0: "SURVIVES", 1: "noticed", 124: "hangs"}
+            verdict = verdicts.get(status, f"ends pytest with status {status}")
+            survivors += status in (None, 0)
             print(f"{args.module}:{line}: {verdict}: {what}", flush=True)
         print(f"{survivors} of {min(args.count, size)} changes pass")
     return 1 if survivors else 0
