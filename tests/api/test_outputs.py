@@ -641,6 +641,19 @@ def test_contents_are_written_where_the_template_refuses_other_conversations(nee
     assert llm.render_chat(talk, {"chat_template": template})["prompt"] == whole
 
 
+@pytest.mark.parametrize("role", ["system", "assistant"])
+def test_a_form_that_a_conversation_does_not_show_is_found_in_another(role: str, llm: LLM) -> None:
+    """The template takes parts, refuses a role that speaks twice in turn, and leaves out the last message."""
+    twice = "{{ raise_exception('twice') if loop.previtem is defined and loop.previtem.role == m.role }}"
+    whole = "{{ raise_exception('no parts') if m.role == ROLE and m.content is string }}".replace("ROLE", repr(role))
+    body = "{% if m.role != ROLE %}{{ m.content }}{% elif not loop.last %}".replace("ROLE", repr(role)) + LOOP
+    template = BODY.replace("BODY", f"{twice}{whole}{body}{{% endif %}}")
+    talk = [{"role": "user", "content": "hi"}, {"role": role, "content": "be"}]
+    assert llm.render_chat(talk, {"chat_template": template})["prompt"] == f"[user]hi[{role}]"
+    talk.append({"role": "user", "content": "so"})
+    assert llm.render_chat(talk, {"chat_template": template})["prompt"] == f"[user]hi[{role}]be/[user]so"
+
+
 def test_a_role_that_the_template_leaves_out_is_left_out_and_a_users_words_are_not_lost(llm: LLM) -> None:
     talk = [{"role": "system", "content": "be"}, {"role": "user", "content": "hi"}]
     reads = "{% set c = m.content %}{% if m.role == 'user' %}{{ c }}{% endif %}"

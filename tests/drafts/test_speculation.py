@@ -1,5 +1,6 @@
 """Speculative decoding: whatever is drafted, every request gets the tokens that it gets without."""
 
+import itertools
 import random
 import re
 from collections.abc import Callable
@@ -32,7 +33,7 @@ from nanovllm.features.drafts.costs import StepCosts, choose_num_drafts, measure
 from nanovllm.features.drafts.draft_model import ModelDrafter
 from nanovllm.features.drafts.ngrams import NgramDrafter
 from nanovllm.features.drafts.options import read_speculative_config
-from nanovllm.features.drafts.speculation import Speculation
+from nanovllm.features.drafts.speculation import DraftRecord, Speculation
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.progress import ProgressBar
 
@@ -273,6 +274,21 @@ def test_rows_are_spent_where_they_pay() -> None:
     passes = StepCosts(rows, np.ones(64), np.ones(64), np.full(64, 0.1))
     assert choose_num_drafts(np.array([4]), np.array([0.99]), 1, 1, passes).tolist() == [4]
     assert choose_num_drafts(np.array([4]), np.array([0.5]), 1, 1, passes).tolist() == [2], "further passes do not pay"
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))), ids=str)
+def test_drafts_go_to_the_sequence_whose_own_were_right_wherever_it_stands(order: tuple[int, ...]) -> None:
+    """One was always right, one half of the time, and one never. A step has room for four drafts."""
+    records = [DraftRecord(num_right=9.0 * i, num_tried=18.0) for i in (2, 1, 0)]
+    seqs: list[Any] = [SimpleNamespace(drafting=records[i], token_ids=[1, 2, 3]) for i in order]
+    offers = np.array([4, 3, 2], np.int32)[list(order)]
+    drafter: Any = SimpleNamespace(offer=lambda _, limits: np.minimum(offers, limits))
+    rows = np.arange(1.0, 65)
+    costs = StepCosts(rows, *[np.where(rows <= 3 + 4, 1.0, 10.0)] * 2, np.zeros(64))
+    scheduler: Any = None
+    chosen = Speculation(scheduler, drafter, 4, costs).choose(seqs, np.full(3, 4, np.int32), 3)
+    assert dict(zip(order, chosen.tolist(), strict=True)) == {0: 4, 1: 0, 2: 0}
+    assert [record.num_offered for record in records] == [4, 3, 2]
 
 
 def test_a_disturbed_start_makes_no_row_dearer_than_further_ones(monkeypatch: pytest.MonkeyPatch) -> None:

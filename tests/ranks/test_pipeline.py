@@ -25,7 +25,7 @@ from torch import Tensor
 from nanovllm import LLM, EngineConfig, Output, SamplingParams
 from nanovllm.backends.cpu.backend import CpuBackend
 from nanovllm.engine.plan import ROW_SAMPLING, StepPlan
-from nanovllm.features.distributed.pipeline import StageRunner
+from nanovllm.features.distributed.pipeline import StageInputs, StageRunner
 from nanovllm.features.distributed.stage_decoder import make_stage_decoder
 from nanovllm.features.distributed.stages import Stage, choose_stages, split_layers
 from nanovllm.features.shapes import PRESETS
@@ -34,6 +34,7 @@ from nanovllm.models import weight_reader
 from nanovllm.models.decoder import find_decoder
 from nanovllm.models.sizes import Sizes
 from nanovllm.ops.sample import unpack_sampling
+from nanovllm.runner.head_inputs import HeadInputs
 
 CPU = torch.device("cpu")
 NUM_LAYERS = 5
@@ -380,6 +381,29 @@ def test_ctrl_c_with_steps_in_flight_leaves_the_engine_whole(
             with pytest.raises(KeyboardInterrupt):
                 generate(llm)
     assert generate(llm) == expected
+
+
+def test_a_back_reads_what_its_front_has_kept_whatever_ran_between() -> None:
+    """Three fronts write the same memory, as a graph does, before the backs come in their order."""
+    most = 4
+    inputs = StageInputs(most, 3, torch.float32, CPU)
+    hidden, rows, positions = inputs.view(most)
+    assert rows.tolist() == [most] * most, "the row of padding"
+    assert not hidden.any() and not positions.any()
+    written: Any = HeadInputs(None, torch.zeros(most, 3), None, None, *torch.zeros(2, most, dtype=torch.int32))  # type: ignore[arg-type]
+    kept = []
+    for number, size in enumerate((1, most, 2), 1):
+        head = written._replace(rows=written.rows[:size], positions=written.positions[:size])
+        for tensor in (head.hidden, head.rows, head.positions):
+            tensor.fill_(number)
+        kept.append(inputs.keep(head, size))
+    for number, head in enumerate(kept, 1):
+        size = len(head.rows)
+        assert head.hidden.tolist() == [[number] * 3] * size
+        filled = inputs.fill(head, torch.full((size, 3), 10.0 * number))
+        for found in (filled[1:2] + filled[4:], inputs.view(size)):
+            assert [tensor.flatten().unique().tolist() for tensor in found] == [[10 * number], [number], [number]]
+            assert [len(tensor) for tensor in found] == [size] * 3
 
 
 # ---- what else a user may ask for

@@ -1,16 +1,22 @@
 """Several replicas are one engine to the user: the same bits, and nobody waits for the dead."""
 
+import itertools
 import json
 import os
+import random
 import signal
 import struct
 import subprocess
 import sys
 import threading
 import time
+from collections import Counter, deque
 from collections.abc import Iterator
+from functools import partial
 from multiprocessing import Pipe
 from pathlib import Path
+from queue import SimpleQueue
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,6 +31,7 @@ from nanovllm import LLM, LoRARequest, SamplingParams
 from nanovllm.backends.cpu.backend import CpuBackend
 from nanovllm.config import EngineConfig
 from nanovllm.features.distributed import replicas
+from nanovllm.features.distributed.replica import INTERVAL, Start, serve
 from nanovllm.features.distributed.replicas import Replica, ReplicatedEngine, share_cores, share_gpus, share_machine
 
 HAS_KERNELS = CpuBackend.why_cannot(torch.device("cpu")) is None
@@ -82,6 +89,92 @@ def test_memory_cores_and_the_quota_are_divided(monkeypatch: pytest.MonkeyPatch)
         share_machine(config)
     with pytest.raises(ValueError, match=r"""device is 'cuda:1'; it must be "cuda", "cpu" or "auto\""""):
         share_machine(EngineConfig("m", device="cuda:1", data_parallel_size=2))
+
+
+# ---- requests, counts, ends
+
+
+class Waiting:
+    """A request that waits, as the queue of several replicas has it."""
+
+    lead = None
+    seq_id = seed = limit = 7
+    prompt = "a"
+    prompt_token_ids = (1,)
+
+    def __init__(self, n: int) -> None:
+        self.params = SamplingParams(n=n)
+
+
+@pytest.mark.parametrize("most", [1, 2, 4, 9])
+def test_a_replica_without_requests_takes_any_request(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one of as many completions as there are rows, and one that has seen others end and runs without company."""
+    for n, num_deaths in itertools.product({1, most}, (0, replicas.MOST_MOVES)):
+        ours, theirs = Pipe()
+        monkeypatch.setattr(replicas, "start_process", lambda *_, ours=ours: (ours, None))
+        replica = Replica(0, Start(EngineConfig("tiny-qwen3"), set(), 0, {}))
+        vars(replica)["config"] = OPTIONS
+        requests: Any = [Waiting(n) for _ in range(20)]
+        engine: Any = object.__new__(ReplicatedEngine)
+        engine.config = SimpleNamespace(max_num_seqs=most)
+        engine.scheduler = SimpleNamespace(waiting=deque(requests))
+        engine.runner = SimpleNamespace(replicas=[replica])
+        engine._deaths = Counter(dict.fromkeys(requests, num_deaths))
+        engine._deal_out()
+        num_taken = 20 - len(engine.scheduler.waiting)
+        assert num_taken == (1 if num_deaths else most * 5 // 4 // n)
+        assert [theirs.recv()[2].n for _ in range(num_taken)] == [n] * num_taken and not theirs.poll()
+
+
+@pytest.mark.parametrize("loading", [[], [0], [2], [0, 1, 2]], ids=str)
+def test_a_replica_that_loads_is_killed_at_once_and_the_others_have_time_to_end(loading: list[int]) -> None:
+    done: list[tuple[str, int]] = []
+
+    def make(number: int) -> Any:
+        kill = partial(done.append, ("kill", number))
+        process = SimpleNamespace(kill=kill, wait=lambda _: done.append(("wait", number)))
+        send = partial(done.append, ("send", number))
+        connection = SimpleNamespace(close=lambda: None)
+        rest = {"limit_waits": lambda _: None, "send": lambda _: send(), "connection": connection}
+        return SimpleNamespace(config=None if number in loading else OPTIONS, process=process, **rest)
+
+    ended = [make(number) for number in range(3)]
+    replicas._end_replicas(ended, os.getpid() + 1)
+    assert not done, "a fork ends nobody"
+    replicas._end_replicas(ended, os.getpid())
+    first_wait = done.index(("wait", 0))
+    assert [number for verb, number in done[:first_wait] if verb == "kill"] == loading
+    assert [number for verb, number in done[:first_wait] if verb == "send"] == [0, 1, 2]
+    assert {number for verb, number in done[first_wait:] if verb == "kill"} == {0, 1, 2}
+
+
+def test_counts_are_sent_ten_times_a_second_and_what_has_ended_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr("nanovllm.features.distributed.replica.time", SimpleNamespace(monotonic=lambda: now))
+    steps = [(seconds, ended) for seconds in (0.01, 0.04, INTERVAL, 0.35) for ended in [False] * 9 + [True] * 2]
+    random.Random(0).shuffle(steps)
+    inbox: Any = SimpleQueue()
+    due = []
+    sent = []
+
+    def step() -> list[Any]:
+        nonlocal now
+        seconds, has_ended = steps.pop()
+        now += seconds
+        due.append((now, [len(steps)] * has_ended))
+        if not steps:
+            inbox.put(None)
+        return [SimpleNamespace(seq_id=len(steps))] * has_ended
+
+    def send(stats: Any, ended: list[Any]) -> None:
+        sent.append((now, [number for number, _ in ended]))
+
+    engine = SimpleNamespace(has_work=True, step=step, make_output=lambda seq: seq, stats=lambda: {})
+    serve(engine, send, inbox)
+    assert [one for one in due if one[1]] == [one for one in sent if one[1]]
+    for (before, _), (at, ended) in itertools.pairwise([(0.0, []), *sent]):
+        assert ended or at > before + INTERVAL
+        assert not [when for when, _ in due if before + INTERVAL < when < at], "they were due with an earlier step"
 
 
 # ---- two replicas

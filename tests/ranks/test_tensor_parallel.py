@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -616,6 +617,22 @@ def test_every_collective_asks_for_the_current_stream(rank: int) -> None:
     assert parallel._group.options[3].reduceOp == torch.distributed.ReduceOp.MIN
 
 
+@pytest.mark.parametrize(("rank", "size"), [(0, 2), (1, 2), (2, 3)])
+def test_collectives_that_send_nothing_give_the_shapes_of_those_that_do(rank: int, size: int) -> None:
+    """A step that only measures memory has them."""
+    parallel = GroupParallel(rank, size, "gloo", torch.device("cpu"))
+    group = OptionsRecorder()
+    parallel._group = group
+    x = torch.ones(2, 3)
+    found = []
+    for sends_nothing in (False, True):
+        parallel.sends_nothing = sends_nothing
+        results = [parallel.all_reduce(x), parallel.gather(x), parallel.broadcast(x)]
+        found.append([None if result is None else result.shape for result in results])
+    assert found[0] == found[1]
+    assert len(group.options) == 3
+
+
 def test_collectives_over_gloo_compute_what_they_say(tmp_path: Path) -> None:
     """Two ranks in two threads, with the options as they are."""
     found: dict[int, tuple[Any, ...]] = {}
@@ -653,6 +670,51 @@ def test_a_step_that_is_read_while_another_is_launched_does_not_end_the_launch()
             pass
         assert group._in_step
     assert not group._in_step
+
+
+@pytest.mark.parametrize("failure", [None, "rank 1 of 2 failed: it ended"])
+@pytest.mark.parametrize("error", [ValueError, MemoryError, RuntimeError, PeerLostError, KeyboardInterrupt])
+def test_no_error_of_rank_0_is_lost_and_a_follower_s_failure_is_told_in_its_place(
+    error: type[BaseException], failure: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But a ValueError and a Ctrl-C are rank 0's own."""
+    monkeypatch.setattr(follower_group, "GRACE", 0.01)
+    group = object.__new__(FollowerGroup)
+    group._in_step = False
+    group._failure = failure
+    group._changed = threading.Condition()
+    own = error("rank 0's")
+    with pytest.raises(BaseException) as raised, group.guard():
+        raise own
+    if failure is None or error in (ValueError, KeyboardInterrupt):
+        assert raised.value is own
+    else:
+        assert type(raised.value) is RuntimeError and str(raised.value) == failure
+        assert raised.value.__cause__ is own
+    assert group._in_step
+
+
+@pytest.mark.parametrize("seconds", [None, 60.0, -1.0])
+def test_a_follower_that_only_shows_life_after_its_time_to_end_is_killed(seconds: float | None, tmp_path: Path) -> None:
+    """And not before: it is told to end after three signs of life."""
+    group = object.__new__(FollowerGroup)
+    group._failure = None
+    group._changed = threading.Condition()
+    group._deadline = None if seconds is None else time.monotonic() + seconds
+    group._abort_collectives = lambda: None
+    group.meeting = tmp_path
+    with subprocess.Popen(["sleep", "60"]) as process:
+
+        def read_reports() -> Iterator[dict[str, Any]]:
+            for _ in range(3):
+                yield {}
+            process.terminate()
+
+        follower: Any = SimpleNamespace(rank=1, process=process, read_reports=read_reports)
+        group._followers = [follower]
+        group._watch(follower)
+    assert process.returncode == (-signal.SIGKILL if seconds == -1 else -signal.SIGTERM)
+    assert (group._failure is None) == (seconds is not None), "nothing fails that was told to end"
 
 
 @pytest.mark.gpu
