@@ -104,6 +104,9 @@ class Waiting:
 
     def __init__(self, n: int) -> None:
         self.params = SamplingParams(n=n)
+        self.others: list[Any] = []
+        self.finish_reason: str | None = None
+        self.error: str | None = None
 
 
 @pytest.mark.parametrize("most", [1, 2, 4, 9])
@@ -146,6 +149,31 @@ def test_a_replica_that_loads_is_killed_at_once_and_the_others_have_time_to_end(
     assert [number for verb, number in done[:first_wait] if verb == "kill"] == loading
     assert [number for verb, number in done[:first_wait] if verb == "send"] == [0, 1, 2]
     assert {number for verb, number in done[first_wait:] if verb == "kill"} == {0, 1, 2}
+
+
+def test_requests_of_a_replica_that_ends_go_to_the_front_in_their_order_and_the_cause_ends_with_its_reason() -> None:
+    requests: Any = [Waiting(1) for _ in range(4)]
+    waiting = deque(requests[3:])
+    engine: Any = object.__new__(ReplicatedEngine)
+    engine.scheduler = SimpleNamespace(waiting=waiting)
+    engine.runner = SimpleNamespace(replace=lambda _: None)
+    engine._deaths = Counter({requests[1]: replicas.MOST_MOVES})
+    engine._past = Counter(num_steps=5)
+    for seq in requests:
+        seq.others = [Waiting(1)]
+    stats = {"num_steps": 3, "num_free_blocks": 9}
+    ended: Any = SimpleNamespace(
+        number=6, error="it has met an error", stats=stats, sequences=dict(enumerate(requests[:3]))
+    )
+    assert engine._replace(ended) == [requests[1]]
+    assert [*waiting] == [requests[0], *requests[2:]]
+    assert requests[1].error.endswith("has ended 3 replicas; the last: replica 6 failed: it has met an error")
+    assert requests[1].finish_reason == requests[1].others[0].finish_reason == "error"
+    assert engine._past == {"num_steps": 8}
+    engine.runner.replicas = []
+    engine.close = lambda: None
+    with pytest.raises(RuntimeError, match=r"^replica 6 failed: it has met an error$"):
+        engine.step()
 
 
 def test_counts_are_sent_ten_times_a_second_and_what_has_ended_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

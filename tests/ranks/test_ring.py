@@ -17,6 +17,7 @@ from hypothesis import given, settings
 
 from nanovllm import SamplingParams
 from nanovllm.engine.plan import StepPlan
+from nanovllm.features.distributed import ring
 from nanovllm.features.distributed.ring import (
     HEADER,
     NUM_SLOTS,
@@ -198,3 +199,29 @@ def test_the_largest_plan_fits_into_the_size_that_is_reserved(max_num_seqs, budg
     plan = StepPlan.largest(max_num_seqs, budget, max_len)
     config = SimpleNamespace(max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, max_blocks_per_seq=1)
     assert len(pack_plan(plan)) <= HEADER + StepPlan.max_size(config)
+
+
+@pytest.mark.parametrize(("num_ranks", "depth"), [(2, 1), (2, 2), (3, 4), (4, 9)])
+@pytest.mark.parametrize("size", [1, 20_000])
+def test_an_engines_ring_has_room_for_the_plans_in_flight_and_waits_for_its_slowest_follower(num_ranks, depth, size):
+    config = SimpleNamespace(num_ranks=num_ranks, depth=depth, max_num_seqs=2, max_blocks_per_seq=1)
+    config.max_num_batched_tokens = size
+    fd = make_anonymous_file()
+    writer, *readers = (ring.make_ring(config, fd) for _ in range(num_ranks))
+    os.close(fd)
+    longest = 1 + HEADER + StepPlan.max_size(config)  # with the mark of a plan for the draft model
+
+    def is_full():
+        raise BlockingIOError
+
+    written = 0
+    with pytest.raises(BlockingIOError):
+        while True:
+            writer.write(message(written, longest), is_full)
+            written += 1
+    assert written >= depth
+    for number in range(num_ranks - 1):
+        with pytest.raises(BlockingIOError):
+            writer.write(message(written, longest), is_full)
+        assert np.array_equal(readers[number].read(number), message(0, longest))
+    writer.write(message(written, longest), is_full)
