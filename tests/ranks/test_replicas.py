@@ -151,6 +151,19 @@ def test_a_replica_that_loads_is_killed_at_once_and_the_others_have_time_to_end(
     assert {number for verb, number in done[first_wait:] if verb == "kill"} == {0, 1, 2}
 
 
+def test_a_replica_that_cannot_be_killed_is_named_and_keeps_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    def wait(_: float) -> None:
+        raise subprocess.TimeoutExpired("replica", 1)
+
+    process = SimpleNamespace(kill=lambda: None, wait=wait, pid=77)
+    rest = {"limit_waits": lambda _: None, "send": lambda _: None, "connection": SimpleNamespace(close=lambda: None)}
+    ended: list[Any] = [SimpleNamespace(number=number, config=OPTIONS, process=process, **rest) for number in (0, 5)]
+    replicas._end_replicas(ended, os.getpid())
+    assert [record.message for record in caplog.records] == [
+        f"replica {i}, process 77, cannot be killed" for i in (0, 5)
+    ]
+
+
 def test_requests_of_a_replica_that_ends_go_to_the_front_in_their_order_and_the_cause_ends_with_its_reason() -> None:
     requests: Any = [Waiting(1) for _ in range(4)]
     waiting = deque(requests[3:])

@@ -30,6 +30,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.features.distributed import follower_group
 from nanovllm.features.distributed.collectives import GroupParallel, PeerLostError
 from nanovllm.features.distributed.follower_group import FollowerGroup
+from nanovllm.features.distributed.follower_process import FollowerProcess
 from nanovllm.features.distributed.leader import ThreadShare
 from nanovllm.features.distributed.ring import HEADER
 from nanovllm.models import weight_reader
@@ -715,6 +716,55 @@ def test_a_follower_that_only_shows_life_after_its_time_to_end_is_killed(seconds
         group._watch(follower)
     assert process.returncode == (-signal.SIGKILL if seconds == -1 else -signal.SIGTERM)
     assert (group._failure is None) == (seconds is not None), "nothing fails that was told to end"
+
+
+@pytest.mark.parametrize("polls", ["", "r", "-r", "---r", "r--r", "r-r---r"])
+@pytest.mark.parametrize("max_silence", [4, 5])
+def test_a_follower_may_be_silent_for_all_of_max_silence_after_its_start_and_each_report(
+    polls: str, max_silence: int
+) -> None:
+    """Each poll takes a second. It finds a report (r), or none (-)."""
+    coming = iter(polls)
+    follower: Any = object.__new__(FollowerProcess)
+    follower.max_silence = max_silence
+    follower.process = SimpleNamespace(pid=1)
+    follower.connection = SimpleNamespace(poll=lambda _: next(coming, "-") == "r", recv=lambda: {"stage": "loaded"})
+    reports = []
+    with pytest.raises(TimeoutError, match=f"no sign of life for {max_silence} s"):
+        for report in follower.read_reports():
+            reports.append(report)
+    assert reports == [{"stage": "loaded"} if poll == "r" else {} for poll in polls] + [{}] * max_silence
+
+
+def test_whoever_stops_the_followers_goes_on_when_all_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take as long as they need after they were told to end."""
+    closed = []
+
+    class Slow:
+        """A follower that ends a while after it was started."""
+
+        watcher = None
+
+        def __init__(self, start: dict[str, Any], *_: Any) -> None:
+            self.rank = start["rank"]
+            self.process = subprocess.Popen(["sleep", f"{0.2 * self.rank}"])
+            self.connection = SimpleNamespace(close=lambda: closed.append(self.rank))
+
+        def read_reports(self) -> Iterator[dict[str, Any]]:
+            self.process.wait()
+            return iter(())
+
+    ring = SimpleNamespace(write=lambda *_: None)
+    monkeypatch.setattr(follower_group, "FollowerProcess", Slow)
+    monkeypatch.setattr(follower_group, "make_ring", lambda *_: ring)
+    monkeypatch.setattr(follower_group, "make_start_message", lambda *arguments: {"rank": arguments[-1]})
+    config: Any = SimpleNamespace(num_ranks=3)
+    model: Any = None
+    group = FollowerGroup(config, model, None, lambda: None)
+    processes = [follower.process for follower in group._followers]
+    group.stop()
+    assert [process.returncode for process in processes] == [0, 0]
+    assert closed == [1, 2] and not group.meeting.exists()
 
 
 @pytest.mark.gpu
