@@ -3,7 +3,7 @@
 import ray
 from nanovllm import SamplingParams
 from nanovllm.ray import RayLLM, actors
-rows = [{"messages": [{"role": "user", "content": f"what is {n} + 17?"}]} for n in range(3, 103)]
+rows = [{"n": n, "messages": [{"role": "user", "content": f"what is {n} + 17?"}]} for n in range(3, 103)]
 outputs = ray.data.from_items(rows).map_batches(
     RayLLM,
     fn_constructor_args=("tiny-qwen3", SamplingParams(temperature=0.0)),
@@ -11,7 +11,7 @@ outputs = ray.data.from_items(rows).map_batches(
     **actors(replicas=1),
 )
 for row in outputs.iter_rows():
-    print(row["generated_text"], row["error"])
+    print(row["n"], row["generated_text"], row["error"])  # in any order
 """
 
 import logging
