@@ -175,7 +175,7 @@ def run_lines(count: int, folder: Path) -> Generator[tuple[int, Sample], None, N
     with open(source, "w") as file:
         for number in range(count):
             prompt = [5 + number % 600, 5 + number // 600 % 600, 7] if number % 20 else []
-            file.write(json.dumps({"prompt": prompt, "max_tokens": 1}) + "\n")
+            file.write(json.dumps({"prompt": prompt, "max_tokens": 1, "seed": number}) + "\n")
     samplers = []
 
     def load_without_model(config: EngineConfig) -> LLM:

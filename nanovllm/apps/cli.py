@@ -18,7 +18,7 @@ from nanovllm.apps.jobs.job import DEFAULTS, STATUS_HELP, Job, Status
 from nanovllm.apps.ray import guard as ray_guard
 from nanovllm.config import EngineConfig
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.utils.checks import as_choice, as_integer
+from nanovllm.utils.checks import as_choice, as_integer, refuse
 from nanovllm.version import __version__
 
 _STDOUT = "standard output"
@@ -210,6 +210,15 @@ def _add_run_batch(commands: Any) -> None:
     add("--accept-changes", action="store_true", help="resume even if options or the engine differ from before")
     add("--served-model-name", metavar="NAME", help='the only "model" that lines may ask for (default: --model)')
     add("--stats", metavar="FILE", help="write the summary to this file, as JSON")
+    add(
+        "--reuse",
+        metavar="FILE",
+        action="append",
+        default=[],
+        help="copy answers from the results of an earlier job, where the request and all that decides its answer are "
+        "the same; may be given several times",
+    )
+    add("--reuse-close", action="store_true", help="reuse even if the engine does not promise the same bits")
     add("--model", required=True, help=_help("model"))
     add("--data-parallel-size", "--replicas", type=int, default=1, metavar="N", help=_help("data_parallel_size"))
     add(
@@ -244,9 +253,13 @@ def _run_batch(options: argparse.Namespace) -> int:
         stats=options.stats,
         accept_changes=options.accept_changes,
         sampling=given,
+        reuse=options.reuse,
+        reuse_close=options.reuse_close,
     )
     if options.ray is None:
         return run_job(job)
+    if options.reuse:
+        raise refuse(", ".join(options.reuse), "--reuse", "left out with --ray, whose engines see no results")
     try:
         from nanovllm.apps.ray.cluster import run_on_ray
     except ImportError as error:

@@ -10,32 +10,15 @@ ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
 """The files of a LoRA adapter."""
 
 BYTES_AT_A_TIME = 1 << 22
-MAX_HEADER = 100_000_000  # bytes: safetensors' own limit
 
 
-def digest_files(folder: Path, patterns: Sequence[str], with_tensors: bool) -> str:
-    """Return a hexadecimal digest of a folder's files: of their sizes and contents. ValueError if one cannot be read.
-
-    Args:
-        with_tensors: read all of the files of tensors, or only their headers, which name every tensor.
-    """
-    digest = xxhash.xxh3_128()
-    try:
-        for path in sorted(path for pattern in patterns for path in folder.glob(pattern)):
-            with open(path, "rb") as file:
-                if path.suffix == ".safetensors" and not with_tensors:
-                    content = file.read(8)
-                    content += file.read(min(int.from_bytes(content, "little"), MAX_HEADER))
-                else:
-                    content = file.read()
-            digest.update(f"{path.name}/{path.stat().st_size}/{len(content)}/".encode() + content)
-    except OSError as error:
-        raise ValueError(f"{folder} cannot be read: {error}") from error
-    return digest.hexdigest()
+def digest_files(folder: Path, patterns: Sequence[str]) -> str:
+    """Return a hexadecimal digest of the files of a folder whose names match; see `digest_contents`."""
+    return digest_contents(sorted(path for pattern in patterns for path in folder.glob(pattern)))
 
 
 def digest_contents(paths: Sequence[Path]) -> str:
-    """Return a hexadecimal digest of all bytes of some files; ValueError if one cannot be read."""
+    """Return a hexadecimal digest of some files: of their names, sizes and bytes. ValueError if one cannot be read."""
     digest = xxhash.xxh3_128()
     try:
         for path in paths:
@@ -50,7 +33,7 @@ def digest_contents(paths: Sequence[Path]) -> str:
 
 def digest_adapter(folder: str | os.PathLike[str]) -> str:
     """Return a hexadecimal digest of an adapter's content: see `digest_files`."""
-    return digest_files(Path(folder).expanduser(), ADAPTER, with_tensors=True)
+    return digest_files(Path(folder).expanduser(), ADAPTER)
 
 
 def find_lacking(folder: Path) -> str | None:

@@ -61,6 +61,8 @@ class ProgressBar(tqdm):  # type: ignore[misc]  # tqdm has no types
         text = f"prefill={(prompt - cached) / seconds:.0f} tok/s, decode={generated / seconds:.0f} tok/s"
         if accepted:
             text += f", {tokens_a_step(generated, accepted):.2f} tok/step"
+        if now.get("num_copied"):
+            text += f", {now['num_copied']} copied"
         if "num_blocks" in now:
             text += f", kv={1 - now['num_free_blocks'] / now['num_blocks']:.0%}"
         return {**super().format_dict, "postfix": text}

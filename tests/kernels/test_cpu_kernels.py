@@ -384,7 +384,7 @@ def test_another_processor_with_the_same_home_has_kernels_of_its_own(
     (tmp_path / "nanovllm").symlink_to(cache / "nanovllm")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     before = set(cache.rglob("*.so"))
-    monkeypatch.setattr("nanovllm.backends.cpu.library._describe_target", lambda compiler: "#define __another__ 1")
+    monkeypatch.setattr("nanovllm.backends.cpu.library.describe_target", lambda compiler: "#define __another__ 1")
     cpu_library.cache_clear()
     with caplog.at_level(logging.INFO):
         cpu_library()

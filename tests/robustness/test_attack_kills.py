@@ -49,14 +49,18 @@ MOST_LINES = 96 + 48 * NUM_NODE_KILLS
 
 
 def make_line(number: int) -> Any:
-    """By turns greedy, with a seed of its own, with one from its id or number; some plain, some bad."""
+    """By turns greedy, with a seed of its own, with one from its id or number; some plain, some bad.
+
+    Of six lines the second three ask what the first three ask.
+    """
     if number % 16 == 15:
         return b'{"custom_id": "torn'
-    sampling = [{"temperature": 0}, {"seed": number}, {}][number % 3]
-    limits = {"max_tokens": 20 + number % 8, "ignore_eos": True}
+    asked = number - 3 * (number % 6 // 3)
+    sampling = [{"temperature": 0}, {"seed": asked}, {}][asked % 3]
+    limits = {"max_tokens": 20 + asked % 8, "ignore_eos": True}
     if number % 5 == 4:
-        return {"prompt": f"plain {number}", **sampling, **limits}
-    return openai_line(f"id-{number}", prompt=f"Question {number}:", **sampling, **limits)
+        return {"prompt": f"Question {asked}:", **sampling, **limits}
+    return openai_line(f"id-{number}", prompt=f"Question {asked}:", **sampling, **limits)
 
 
 class Undisturbed:

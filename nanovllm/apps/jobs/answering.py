@@ -2,14 +2,15 @@
 
 from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nanovllm.apps.jobs.compact_sets import DigestSet
 from nanovllm.apps.jobs.embedding_lines import make_embedding_line, prepare_embeddings
 from nanovllm.apps.jobs.line_adapters import LineAdapters
 from nanovllm.apps.jobs.request_lines import LineError, RequestLine, add_defaults, prepare_request, read_request_line
-from nanovllm.apps.jobs.result_lines import ResultLine, make_error_line, make_result_line
+from nanovllm.apps.jobs.result_lines import ResultLine, copy_result, make_error_line, make_result_line
+from nanovllm.apps.jobs.reuse import KnownAnswers, name_request
 from nanovllm.apps.jobs.source import Line
 from nanovllm.utils.work_ahead import work_ahead
 
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
 LINES_PREPARED = 64
 """A thread reads and tokenises up to this many lines ahead, while steps run."""
+MAX_WAITING = 4096
+"""So many lines may wait for the answer of an equal request that runs. A further one is computed, too."""
 
 
 class RunningLine(NamedTuple):
@@ -35,9 +38,10 @@ class RunningLine(NamedTuple):
 class Answering:
     """Answers lines with one engine. Lines are read lazily, and written in the order in which they end.
 
-        lines -> read -> prepare (by a thread, ahead) -> admission -> adapters -> engine -> write
+        lines -> read -> prepare (by a thread, ahead) -> reuse -> admission -> adapters -> engine -> write
 
     A wrong line leaves this path at the stage that finds the error. That stage writes the error as the line's result.
+    A line whose request was answered leaves it at `reuse`, and one whose request runs waits there.
 
     Attributes:
         write: is called with each result.
@@ -46,6 +50,7 @@ class Answering:
         done: the numbers of the lines that have a result. Their ids still count as seen.
         stream: runs the requests, and yields (number, output) as each ends; None means `llm.run_requests`.
         admission: reads further ahead, and chooses the next line; None keeps the given order.
+        known: finds the answers of equal requests; None if they cannot be read again.
     """
 
     llm: "LLM"
@@ -56,16 +61,24 @@ class Answering:
     done: Container[int] = ()
     stream: "Callable[[Iterable[Any]], Iterator[tuple[int, Output]]] | None" = None
     admission: "Admission | None" = None
+    known: KnownAnswers | None = None
     _ids: DigestSet = field(default_factory=DigestSet, init=False)
     """The ids that lines had so far."""
     _running: dict[int, tuple[RunningLine, int]] = field(default_factory=dict, init=False)
     """For each request that the engine has: its line, and its position among the requests of that line."""
+    _waiting: dict[str, list[RequestLine]] = field(default_factory=dict, init=False)
+    """{name of a request that has no answer yet: the further lines that ask for it, without their bodies}."""
+    _num_waiting: int = field(default=0, init=False)
 
     def answer(self, lines: Iterable[Line]) -> None:
         """Answer every line that is not done."""
         stream = self.stream or self.llm.run_requests
         # After a Ctrl-C the traceback keeps generators alive, and one of these has a thread. They are closed here.
-        with closing(self._prepare(lines)) as prepared, closing(self._take_requests(prepared)) as requests:
+        with (
+            closing(self._prepare(lines)) as prepared,
+            closing(self._reuse(prepared)) as new,
+            closing(self._take_requests(new)) as requests,
+        ):
             for number, output in stream(requests):
                 self._end(number, output)
 
@@ -96,6 +109,42 @@ class Answering:
                 else:
                     yield line, requests
 
+    def _reuse(
+        self, prepared: "Iterator[tuple[RequestLine, list[Request]] | None]"
+    ) -> "Generator[tuple[RequestLine, list[Request]] | None, None, None]":
+        """Yield the lines that must be computed, and None as it comes."""
+        for item in prepared:
+            if item is None:
+                yield None
+                continue
+            line, requests = item
+            line = replace(line, request_name=name_request(line, requests))
+            name = line.request_name
+            if name in self._waiting and self._num_waiting < MAX_WAITING:
+                self._waiting[name].append(replace(line, body={}))
+                self._num_waiting += 1
+            elif self.known is not None and (result := self.known.find(line)) is not None:
+                self.write(result)
+            else:
+                if name:
+                    self._waiting.setdefault(name, [])
+                yield line, requests
+
+    def _finish(self, line: RequestLine, result: ResultLine, error: LineError | None = None) -> None:
+        """Write the result of a line, and those of the lines that wait for it.
+
+        Args:
+            error: what the result reports, if that is an error.
+        """
+        self.write(result)
+        waiting = self._waiting.pop(line.request_name, ())
+        self._num_waiting -= len(waiting)
+        for other in waiting:
+            if error is None:
+                self.write(copy_result(result.line, other, self.model_name))
+            else:
+                self.write(make_error_line(other.number, LineError(error.code, str(error), other.custom_id)))
+
     def _take_requests(
         self, prepared: "Iterator[tuple[RequestLine, list[Request]] | None]"
     ) -> "Generator[Request | None, None, None]":
@@ -108,7 +157,7 @@ class Answering:
             try:
                 yield from self.adapters.change(line)
             except LineError as error:
-                self.write(make_error_line(line.number, error))
+                self._finish(line, make_error_line(line.number, error), error)
                 continue
             running_line = RunningLine(line, len(requests), {})
             for position, request in enumerate(requests):
@@ -123,12 +172,16 @@ class Answering:
         outputs[position] = output
         if len(outputs) < num_requests:
             return
-        if line.is_embedding:
+        failed = next(filter(None, (one.get("error") for one in outputs.values())), None)
+        if failed is not None:
+            error = LineError("engine_error", failed, line.custom_id)
+            self._finish(line, make_error_line(line.number, error), error)
+        elif line.is_embedding:
             in_order = [outputs[i] for i in range(num_requests)]
             pooling = self.llm.engine.facts.pooling
-            self.write(make_embedding_line(line, in_order, self.model_name, pooling))
+            self._finish(line, make_embedding_line(line, in_order, self.model_name, pooling))
         else:
-            self.write(make_result_line(line, output, self.model_name, self.llm.token_text))
+            self._finish(line, make_result_line(line, output, self.model_name, self.llm.token_text))
 
 
 def prepare_line(line: RequestLine, llm: "LLM", model_name: str) -> "list[Request]":

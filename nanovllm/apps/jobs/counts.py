@@ -29,6 +29,7 @@ class JobCounts:
         num_earlier: how many results earlier runs gave.
         num_succeeded, num_failed: how many results all runs gave, without and with an error.
         num_prompt_tokens, num_cached_tokens, num_generated_tokens: the tokens of this run's results.
+        num_copied: how many of this run's results are copies of the answer of an equal request.
         num_cut: how many of this run's results should fit a grammar, but reached their token limit first.
         num_draft_tokens, num_accepted_tokens: the drafts of this run, if the engine is in this process.
         load_seconds, seconds: how long this run loaded the model, and answered lines.
@@ -43,6 +44,7 @@ class JobCounts:
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_generated_tokens: int = 0
+    num_copied: int = 0
     num_cut: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
@@ -67,6 +69,7 @@ class JobCounts:
             self.num_cached_tokens += usage.num_cached_tokens
             self.num_generated_tokens += usage.num_generated_tokens
             self.num_cut += usage.num_cut
+            self.num_copied += result.is_copy
         if self._bar is not None:
             self._bar.update()
 
@@ -79,7 +82,7 @@ class JobCounts:
         """
         since = time.perf_counter()
         self._bar = ProgressBar(
-            stats,
+            lambda: {**stats(), "num_copied": self.num_copied},
             desc="Answering",
             unit="line",
             total=self.num_lines,
@@ -103,6 +106,8 @@ class JobCounts:
             f"{self.num_succeeded + self.num_failed}{total} lines answered{before}: "
             f"{self.num_succeeded} results, {self.num_failed} errors"
         )
+        if self.num_copied:
+            summary += f"; {self.num_copied} are copies of the answer of an equal request"
         if self.num_cut:
             summary += f"; {self.num_cut} constrained outputs were cut at their token limit and may not parse"
         for error in self.errors.values():

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from nanovllm.apps.jobs.request_lines import LineError, RequestLine, check_model
-from nanovllm.apps.jobs.result_lines import ResultLine, Usage, encode_line, make_error_line
+from nanovllm.apps.jobs.result_lines import ResultLine, Usage, make_good_line
 from nanovllm.features.scoring.embedding import EMBEDDING_PARAMS, check_dimensions, read_embedding
 from nanovllm.text.prompts import name_errors
 from nanovllm.utils.checks import as_choice, refuse, refuse_unknown
@@ -61,15 +61,12 @@ def _are_token_ids(value: Any) -> bool:
 
 
 def make_embedding_line(line: RequestLine, outputs: "list[Output]", model_name: str, pooling: "Pooling") -> ResultLine:
-    """Return the result of a line whose requests have all ended.
+    """Return the result of a line whose requests have all ended, none of them in an error.
 
     Args:
         outputs: the outputs of its inputs, in their order.
         pooling: that of the model.
     """
-    for output in outputs:
-        if output.error is not None:
-            return make_error_line(line.number, LineError("engine_error", output.error, line.custom_id))
     data = []
     for i, output in enumerate(outputs):
         vector = read_embedding(output, pooling, line.body.get("dimensions")).embedding
@@ -81,5 +78,4 @@ def make_embedding_line(line: RequestLine, outputs: "list[Output]", model_name: 
     num_cached = sum(output.num_cached_tokens for output in outputs)
     usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
     body = {"object": "list", "data": data, "model": model_name, "usage": usage}
-    encoded = encode_line(line.number, line.custom_id, 200, body)
-    return ResultLine(line.number, encoded, Usage(num_tokens, num_cached, 0))
+    return make_good_line(line, body, Usage(num_tokens, num_cached, 0))

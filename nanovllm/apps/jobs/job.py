@@ -1,7 +1,7 @@
 """The options of a batch job, and the ways in which it can end."""
 
 import signal
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import IntEnum
 from pathlib import Path
@@ -27,6 +27,8 @@ class Job:
         stats: the file that gets the summary as JSON.
         accept_changes: resume even if the options or the engine differ from those that gave the earlier results.
         sampling: the sampling parameters of lines that have no value of their own.
+        reuse: files of results, whose answers are copied where the request is the same.
+        reuse_close: copy them even where the engine does not promise the same bits.
     """
 
     input: str
@@ -37,6 +39,8 @@ class Job:
     stats: str | None = None
     accept_changes: bool = False
     sampling: Mapping[str, Any] = field(default_factory=dict)
+    reuse: Sequence[str] = ()
+    reuse_close: bool = False
 
 
 class Status(IntEnum):

@@ -23,9 +23,9 @@ START_ANEW = "--overwrite starts anew, another -o leaves it as it is"
 class Manifest:
     """The digest of the input, the options that decide the answers, and the engine that gave them.
 
-    The file has the fields `format`, `input`, `options`, `engine`, `adapters` if lines name any, and `changes` after
-    --accept-changes was used: a list of the differences that were accepted, each with the size of the results in bytes
-    at that time.
+    The file has the fields `format`, `input`, `options`, `engine`, `processors` (a list: a job may go on with another
+    one), `adapters` if lines name any, and `changes` after --accept-changes was used: a list of the differences that
+    were accepted, each with the size of the results in bytes at that time.
     """
 
     def __init__(self, results: Path, job: Mapping[str, Any] | None, accept_changes: bool = False) -> None:
@@ -67,24 +67,15 @@ class Manifest:
         if self._job is None:
             raise ValueError(f"{self._results} has results, and a job from a pipe cannot resume: {START_ANEW}")
         self._size = size
-        self._data = self._read()
+        try:
+            self._data = read_manifest(self._results)
+        except ValueError as error:
+            raise ValueError(f"{self._results} is not empty, and {error}: {START_ANEW}") from error
         if reason := self._data.get("spoilt"):
             raise ValueError(f"{self._results} cannot be resumed: {quote(reason)}: {START_ANEW}")
-        if differences := list(_find_differences(self._data.get("input"), self._job["input"], "input.")):
+        if differences := list(find_differences(self._data.get("input"), self._job["input"], "input.")):
             raise ValueError(f"{self._results} is of another job: {'; '.join(differences)}: {START_ANEW}")
         self._compare("options", self._job["options"])
-
-    def _read(self) -> dict[str, Any]:
-        try:
-            data = json.loads(self.path.read_bytes())
-            if not isinstance(data, dict) or data.get("format") != FORMAT:
-                raise ValueError(f"it is no object whose format is {FORMAT}")
-        except (OSError, ValueError, RecursionError) as error:
-            reason = quote(str(error))
-            raise ValueError(
-                f"{self._results} is not empty, and {self.path} is no manifest ({reason}): {START_ANEW}"
-            ) from error
-        return data
 
     def check_engine(self, engine: Mapping[str, Any]) -> None:
         """Compare an engine, before its first answer, with the engine that gave the earlier answers.
@@ -106,6 +97,13 @@ class Manifest:
                 raise RuntimeError(f"the engines of this job differ: {error}") from error
             raise
         self._engines.append(engine)
+
+    def note_processor(self, processor: str) -> None:
+        """Record a processor that gives answers. A resumed job may go on with another one."""
+        known = self._data.get("processors", [])
+        if self._job is not None and processor not in known:
+            self._data["processors"] = [*known, processor]
+            self._write()
 
     @property
     def adapters(self) -> dict[str, str]:
@@ -135,7 +133,7 @@ class Manifest:
         before = self._data.get(section)
         if before == now:
             return
-        if before is not None and (differences := list(_find_differences(before, now, f"{section}."))):
+        if before is not None and (differences := list(find_differences(before, now, f"{section}."))):
             listed = "; ".join(differences)
             if not self._accept_changes:
                 raise ValueError(
@@ -168,7 +166,20 @@ class Manifest:
         return self._job is not None
 
 
-def _find_differences(before: Any, now: Mapping[str, Any], prefix: str) -> Iterator[str]:
+def read_manifest(results: Path) -> dict[str, Any]:
+    """Read the manifest that lies beside a file of results. ValueError if there is none."""
+    path = Manifest.path_for(results)
+    try:
+        data = json.loads(path.read_bytes())
+        if not isinstance(data, dict) or data.get("format") != FORMAT:
+            raise ValueError(f"it is no object whose format is {FORMAT}")
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is no manifest ({quote(str(error))})") from error
+    return data
+
+
+def find_differences(before: Any, now: Mapping[str, Any], prefix: str) -> Iterator[str]:
+    """Yield what was otherwise, a text for each field."""
     before = before if isinstance(before, dict) else {}
     for name in {**before, **now}:
         if before.get(name) != now.get(name):

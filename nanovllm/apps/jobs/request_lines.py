@@ -85,6 +85,7 @@ class RequestLine:
         custom_id: the line's id; None for a plain line, which is known by its number.
         body: the fields of the request.
         is_embedding: embedding_lines.py reads it.
+        request_name: see `name_request`.
     """
 
     number: int
@@ -92,6 +93,7 @@ class RequestLine:
     is_chat: bool
     body: dict[str, Any]
     is_embedding: bool = False
+    request_name: str = ""
 
 
 def read_request_line(line: Line, is_new: Callable[[str], bool] = lambda _: True) -> RequestLine:

@@ -40,12 +40,24 @@ class ResultLine(NamedTuple):
         line: the bytes to write, with the newline.
         usage: None if the line reports an error.
         error: the error's code and message, or None.
+        request_name: see `name_request`.
+        is_copy: whether an equal request was answered, and this is its answer.
     """
 
     number: int
     line: bytes
     usage: Usage | None
     error: tuple[str, str] | None = None
+    request_name: str = ""
+    is_copy: bool = False
+
+
+class EarlierLine(NamedTuple):
+    """A line of the results, as far as a resumed job reads it."""
+
+    number: int
+    is_error: bool
+    request_name: str
 
 
 def make_error_line(number: int, error: LineError) -> ResultLine:
@@ -60,14 +72,12 @@ def make_error_line(number: int, error: LineError) -> ResultLine:
 def make_result_line(
     request: RequestLine, output: "Output", model_name: str, token_text: Callable[[int], str]
 ) -> ResultLine:
-    """Return the result for an input line that the engine ran.
+    """Return the result for an input line that the engine ran without an error.
 
     Args:
         token_text: returns the text of a token id; see `LLM.token_text`.
     """
     number = request.number
-    if (error := output.get("error")) is not None:
-        return make_error_line(number, LineError("engine_error", error, request.custom_id))
     echoed = ""
     if request.body.get("echo"):
         echoed = output.get("prompt") or "".join(map(token_text, output["prompt_token_ids"]))
@@ -109,13 +119,42 @@ def make_result_line(
         body["service_tier"] = "default"
     is_cut = read_structured_outputs(request) is not None and any(c["finish_reason"] == "length" for c in choices)
     usage = Usage(num_prompt, output["num_cached_tokens"], num_generated, int(is_cut))
-    return ResultLine(number, encode_line(number, request.custom_id, 200, body), usage)
+    return make_good_line(request, body, usage)
 
 
-def encode_line(number: int, custom_id: str | None, status: int, body: Mapping[str, Any], error: Any = None) -> bytes:
+def make_good_line(request: RequestLine, body: Mapping[str, Any], usage: Usage, is_copy: bool = False) -> ResultLine:
+    """Return the result for an input line that has an answer."""
+    extra: dict[str, Any] = {"request_name": request.request_name} if request.request_name else {}
+    if is_copy:
+        extra["is_copy"] = True
+    encoded = encode_line(request.number, request.custom_id, 200, body, extra=extra)
+    return ResultLine(request.number, encoded, usage, None, request.request_name, is_copy)
+
+
+def copy_result(raw: bytes, request: RequestLine, model_name: str) -> ResultLine:
+    """Return the result for an input line from that of an equal request.
+
+    Args:
+        raw: the line of that result.
+    """
+    body = json.loads(raw)["response"]["body"]
+    if "id" in body:
+        body["id"] = f"{body['id'].rpartition('-')[0]}-{request.number}"
+    return make_good_line(request, {**body, "model": model_name}, Usage(0, 0, 0), is_copy=True)
+
+
+def encode_line(
+    number: int,
+    custom_id: str | None,
+    status: int,
+    body: Mapping[str, Any],
+    error: Any = None,
+    extra: Mapping[str, Any] | None = None,
+) -> bytes:
     """Return the bytes of a result: number and id of its input line, HTTP's status, and the body that answers it."""
     response = {"status_code": status, "request_id": f"req_{number}", "body": body}
     fields = {"id": f"batch_req_{number}", "custom_id": custom_id, "response": response, "error": error}
+    fields |= extra or {}
     # An error may quote a lone surrogate, which UTF-8 cannot encode: it is written as \udxxx, JSON's escape for it.
     content = json.dumps(fields, ensure_ascii=False).encode("utf-8", "backslashreplace")[:-1]
     return content + _CHECKSUM + _hash(content) + b'"}\n'
@@ -125,15 +164,16 @@ def _hash(content: bytes) -> bytes:
     return xxhash.xxh3_64_hexdigest(content).encode()
 
 
-def read_result_line(raw: bytes) -> tuple[int, bool] | None:
-    """Return (number of the input line, whether the result is an error), or None if the line is damaged."""
+def read_result_line(raw: bytes) -> EarlierLine | None:
+    """Return what a line of the results says of itself, or None if it is damaged."""
     content, _, end = raw.rpartition(_CHECKSUM)
     if end != _hash(content) + b'"}\n':
         return None
     try:
         fields = json.loads(raw)
         number = _ID.fullmatch(fields["id"])
-        return (int(number[1]), fields["error"] is not None) if number else None
+        name = fields.get("request_name", "")
+        return EarlierLine(int(number[1]), fields["error"] is not None, name) if number else None
     except (ValueError, TypeError, KeyError, RecursionError):
         return None
 

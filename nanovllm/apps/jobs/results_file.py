@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from secrets import token_hex
 
-from nanovllm.apps.jobs.compact_sets import LineSet
+from nanovllm.apps.jobs.compact_sets import DigestMap, LineSet
 from nanovllm.apps.jobs.job import OutputError, cannot_write
 from nanovllm.apps.jobs.manifest import Manifest
 from nanovllm.apps.jobs.result_lines import read_result_line
@@ -30,11 +30,13 @@ class EarlierResults:
     Attributes:
         done: the numbers of the input lines that have a result.
         num_failed: how many of these results are errors.
+        offsets: {name of a request: the offset of its result}.
         end: the offset in bytes after the last whole line.
     """
 
     done: LineSet = field(default_factory=LineSet)
     num_failed: int = 0
+    offsets: DigestMap = field(default_factory=DigestMap)
     end: int = 0
 
 
@@ -64,8 +66,12 @@ class ResultsFile:
         if end is not None:
             self._thread.start()
 
-    def append(self, line: bytes) -> None:
-        """Write one line. Raises an OutputError if that fails, or if a check of the file has failed before."""
+    def append(self, line: bytes) -> int:
+        """Write one line, and return its offset in the file, 0 in a stream.
+
+        Raises:
+            OutputError: that fails, or a check of the file has failed before.
+        """
         try:
             if self._failure is not None:
                 raise self._failure
@@ -81,8 +87,10 @@ class ResultsFile:
                 raise
         except OSError as error:
             raise cannot_write(self._name, error) from error
-        if self._end is not None:
-            self._end += len(line)
+        if self._end is None:
+            return 0
+        self._end += len(line)
+        return self._end - len(line)
 
     def _check_size(self) -> None:
         if self._end is not None and (size := os.fstat(self._descriptor).st_size) != self._end:
@@ -234,13 +242,15 @@ def _read_earlier(path: Path, numbers: LineSet) -> EarlierResults:
             if result is None:
                 damaged_at = damaged_at or at
                 continue
-            number, is_error = result
+            number = result.number
             if damaged_at is not None:
                 raise ValueError(f"{path}: line {damaged_at} is damaged: remove that line to have it done again")
             if number not in numbers:
                 raise ValueError(f"{path}: line {at} answers line {number}, which the input lacks: remove that line")
             if not earlier.done.add(number):
                 raise ValueError(f"{path}: line {at} answers line {number} a second time: remove that line")
-            earlier.num_failed += is_error
+            earlier.num_failed += result.is_error
+            if result.request_name:
+                earlier.offsets.add(result.request_name, offset - len(line))
             earlier.end = offset
     return earlier

@@ -20,20 +20,25 @@ from nanovllm.apps.jobs.compact_sets import LineSet
 from nanovllm.apps.jobs.counts import JobCounts
 from nanovllm.apps.jobs.job import IncompleteError, Job, OutputError, Status
 from nanovllm.apps.jobs.line_adapters import LineAdapters
-from nanovllm.apps.jobs.manifest import Manifest, write_json
-from nanovllm.apps.jobs.provenance import read_provenance
+from nanovllm.apps.jobs.manifest import Manifest, read_manifest, write_json
+from nanovllm.apps.jobs.provenance import describe_processor, find_doubt, read_provenance
 from nanovllm.apps.jobs.request_lines import LineError, find_foreign_model, read_request_line
 from nanovllm.apps.jobs.result_lines import ResultLine
 from nanovllm.apps.jobs.results_file import open_results
+from nanovllm.apps.jobs.reuse import KnownAnswers
 from nanovllm.apps.jobs.source import STANDARD, InputDigest, InputError, Reading, Source, is_file
 from nanovllm.config import EngineConfig
 from nanovllm.utils.checks import LONGEST_QUOTE, quote
 from nanovllm.utils.digests import digest_adapter, find_lacking
 
 if TYPE_CHECKING:
+    from nanovllm.engine.llm_engine import LLMEngine
     from nanovllm.llm import LLM
 
 logger = logging.getLogger(__name__)
+
+RESOLVED = {"model", "revision", "tokenizer", "dtype", "device", "attention_backend", "lora", "quantization"}
+"""Options that the manifest's section of the engine has as they turned out."""
 
 
 def load_llm(config: EngineConfig) -> "LLM":
@@ -58,7 +63,9 @@ class OpenJob:
     Attributes:
         first_reading: the input as it was read before anything ran; None if it can be read only once.
         done: the numbers of the lines that have a result.
+        options: the engine's options that decide the answers.
         manifest: tells which job and which engine the results are of.
+        known: finds the answers of equal requests; None if the results go to a pipe.
         num_left: lines that have no result yet; None if the input can be read only once.
     """
 
@@ -68,6 +75,10 @@ class OpenJob:
         self.counts = counts
         self.source = Source(job.input)
         _check_paths(job, self.source)
+        for path in job.reuse:
+            read_manifest(Path(path))
+        names = [field.name for field in fields(job.config) if field.metadata["affects"] == "results"]
+        self.options = {name: getattr(job.config, name) for name in names}
         self.first_reading = Reading(self.source) if self.source.is_file else None
         numbers = LineSet()
         identity = None
@@ -78,14 +89,14 @@ class OpenJob:
             counts.num_lines = len(numbers)
             _check_lines(job, self.source, len(numbers))
             if is_file(job.output):
-                names = [field.name for field in fields(job.config) if field.metadata["affects"] == "results"]
-                options = {name: getattr(job.config, name) for name in names} | {"served_model_name": job.model_name}
-                identity = {"input": self.first_reading.digest._asdict(), "options": {**options, **job.sampling}}
+                options = {**self.options, "served_model_name": job.model_name, **job.sampling}
+                identity = {"input": self.first_reading.digest._asdict(), "options": options}
         if identity is None:
             logger.warning("a job from or to a pipe cannot be resumed: if it ends early, its work is lost")
         self.manifest = Manifest(Path(job.output), identity, job.accept_changes)
         self._results, earlier = open_results(job.output, self.manifest, numbers, job.overwrite)
         self.done = earlier.done
+        self.known = KnownAnswers(job.output, earlier.offsets, job.model_name) if is_file(job.output) else None
         counts.num_earlier = len(self.done)
         counts.num_failed = earlier.num_failed
         counts.num_succeeded = counts.num_earlier - counts.num_failed
@@ -95,8 +106,31 @@ class OpenJob:
         """Append a line to the results, and count it. Raises an OutputError if it cannot be written."""
         if not self.done.add(result.number):
             raise RuntimeError(f"line {result.number} was answered twice")
-        self._results.append(result.line)
+        offset = self._results.append(result.line)
+        if self.known is not None and result.request_name:
+            self.known.add(result.request_name, offset)
         self.counts.count(result)
+
+    def reuse_others(self, engine: "LLMEngine") -> None:
+        """Note the answers of the jobs that may be reused.
+
+        Raises:
+            ValueError: the engine does not promise the same bits, or one of the files cannot be read.
+        """
+        if not self.job.reuse:
+            return
+        if not self.job.reuse_close and (doubt := find_doubt(engine)):
+            raise ValueError(
+                f"--reuse needs an engine that gives the same bits in any company, and {doubt}: add --reuse-close to "
+                "copy answers that may differ from what this run would compute"
+            )
+        if self.known is None:
+            raise ValueError(f"--reuse needs a file for the results, and -o is {quote(self.job.output)}")
+        options = {name: value for name, value in self.options.items() if name not in RESOLVED}
+        decisive = {"options": options, "engine": read_provenance(engine)}
+        processor = None if self.job.reuse_close else describe_processor(engine)
+        for path in self.job.reuse:
+            self.known.add_file(path, decisive, processor)
 
     def check_adapters(self, are_allowed: bool) -> None:
         """Check that each adapter of earlier answers is there, if a line without a result names it.
@@ -148,6 +182,8 @@ class OpenJob:
 
     def close(self) -> None:
         """Bring the results to the disk. Raises an OutputError if that fails, or if they were moved or changed."""
+        if self.known is not None:
+            self.known.close()
         self._results.close()
 
 
@@ -212,13 +248,15 @@ def _answer_here(work: OpenJob) -> None:
         work.counts.load_seconds = time.perf_counter() - since
         llm.engine.observers.append(bar)
         work.manifest.check_engine(read_provenance(llm.engine))
+        work.manifest.note_processor(describe_processor(llm.engine))
+        work.reuse_others(llm.engine)
         # An adapter that no line needs any more may be gone: `OpenJob.check_adapters` has checked the others.
         present = [folder for folder in work.manifest.adapters if find_lacking(Path(folder).expanduser()) is None]
         earlier = {folder: digest_adapter(folder) for folder in present}
         work.manifest.check_adapters(earlier)
         job = work.job
         adapters = LineAdapters(llm, work.manifest.check_adapters, earlier)
-        answering = Answering(llm, work.write, job.model_name, job.sampling, adapters, work.done)
+        answering = Answering(llm, work.write, job.model_name, job.sampling, adapters, work.done, known=work.known)
         if first is not None and job.config.order == "auto":  # whoever writes into a pipe may wait for answers
             from nanovllm.engine.admission import Admission
 

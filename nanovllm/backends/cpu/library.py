@@ -271,7 +271,7 @@ def _load(compiler: str, kind: type[AnyLibrary]) -> AnyLibrary:
     """Load a library from the cache folder, or compile it there (elsewhere if the folder cannot be used)."""
     sources = sorted(path for path in SOURCES.iterdir() if path.suffix in (".cpp", ".h"))
     flags = (*FLAGS, *kind.flags)
-    key = "\0".join((*(source.read_text() for source in sources), *flags, _describe_target(compiler)))
+    key = "\0".join((*(source.read_text() for source in sources), *flags, describe_target(compiler)))
     name = f"cpu_{Path(kind.source).stem}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
     folder = cache_folder()
     if describe_danger(folder) is None:
@@ -371,7 +371,8 @@ def _compile(place: Path, command: list[str]) -> Iterator[Path]:
         builder.stdout.close()
 
 
-def _describe_target(compiler: str) -> str:
+@functools.cache
+def describe_target(compiler: str) -> str:
     """Return all that the compiler defines by itself: its version, and the processor's features, which NATIVE finds.
 
     Machines with different processors may share a cache folder.
