@@ -126,10 +126,11 @@ class LLM:
         """
         count = len(prompts)
         params = _list_params(sampling_params, count)
-        if default := self.engine.facts.pooling.prompt:  # some models that embed want a text before each prompt
+        default_prompt = self.engine.facts.pooling.prompt  # for each text that is embedded; "" in most models
+        if default_prompt:
             from nanovllm.features.scoring.embedding import add_default_prompt
 
-            prompts = add_default_prompt(prompts, params, default)
+            prompts = add_default_prompt(prompts, params, default_prompt)
         tokenised = tokenise_prompts(
             prompts,
             self.engine.tokenizer,
@@ -152,13 +153,13 @@ class LLM:
         Args:
             label: the word before the progress bar.
             show: draw the progress bar.
-            lora_request: see `generate`. It is read only if the requests are a list.
+            lora_request: see `generate`. Only a list of requests may have it.
         """
         total = len(requests) if isinstance(requests, list) else None
         order = self._plan_order(requests, lora_request)
         with (
             ProgressBar(self.stats, total=total, desc=label, unit="prompt", **hide_unless(show)) as bar,
-            closing(self.engine.run(order, order.holder)) as run,
+            closing(self.engine.run(order, order.activity)) as run,
         ):
             self.engine.observers.append(bar)
             try:
@@ -429,13 +430,14 @@ class LLM:
             ended = engine.step() if engine.has_work else []
             read = engine.last_read
             outputs = [(seq.seq_id, seq.output_token_ids) for seq in ended]
-            return outputs, 0 if read is None else _count_tokens(read)
+            count = 0 if read is None else _count_tokens(read)
+            return outputs, count
 
     @contextmanager
     def claim_loop(self, activity: str) -> Iterator[None]:
         """Claim the engine for one call of add_request() or step().
 
-        While requests of these calls are unfinished, other activities are refused.
+        Other activities are refused: during the call by the claim, and between calls by the state UNFINISHED.
         """
         claim = self.engine.claim
         with claim.held_by(Activity(activity), also_in=(State.UNFINISHED,)):
@@ -504,13 +506,12 @@ class LLM:
             named_tensors: (name in a checkpoint, tensor of any floating dtype, on any device). The LM head of a tied
                 model must equal the embedding. All pairs are read before the load begins. So if this is a generator,
                 its code may use the engine, for example call `generate`.
-            finish: False says that more calls follow. Until the last of them no request runs, unless the whole model
-                has come before.
+            finish: False says that more calls follow. No request runs until the last of them has ended, or the whole
+                model has come.
 
         Raises:
-            ValueError: a name or a shape is wrong, or a tied model's head is not its embedding, and this call has
-                written nothing. It is also raised if the load is not complete. In that case the engine is closed if
-                something was written already.
+            ValueError: a name or a shape is wrong, or a tied model's head is not its embedding. Then this call has
+                written nothing. Or the load is not complete. Then the engine is closed if something was written.
             RuntimeError: the engine is in use or asleep, or a rank has failed.
         """
         self._renewal.load_weights(named_tensors, finish)
@@ -574,13 +575,13 @@ class LLM:
 def _count_tokens(step: ScheduledStep) -> int:
     """Return the number of tokens of a step; the negative number if the step only decoded.
 
-    Two tests show that it only decoded. Each of its tokens gave a sample. And none of its tokens is of a prompt: the
-    last token of a prompt gives a sample, too. The second test may compare the plan's sequences with `step.seqs`,
-    which are those that sample: after the first test they are the same.
+    A decode gives a sample for each of its tokens. So does the last token of a prompt, which is no decode.
     """
     plan = step.plan
-    lengths = [seq.num_prompt_tokens for seq in step.seqs]
-    are_decodes = plan.num_tokens == plan.num_sampled.sum() and (plan.num_computed >= lengths).all()
+    if plan.num_tokens != plan.num_sampled.sum():
+        return plan.num_tokens
+    prompt_lengths = [seq.num_prompt_tokens for seq in step.seqs]  # `seqs` are those that sample: here all of the plan
+    are_decodes = (plan.num_computed >= prompt_lengths).all()
     return -plan.num_tokens if are_decodes else plan.num_tokens
 
 

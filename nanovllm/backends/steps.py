@@ -14,10 +14,10 @@ class Steps:
     """Replays steps in which every sequence computes one token. This class has no recording: every step runs eagerly.
 
     `CudaGraphs` (on a GPU) records the sizes of `graph_batch_sizes` when the KV cache is made. `RecordedSteps` (with
-    the C++ kernels) records a size when the first step of this size runs. A size is a number of sequences. What is
-    recorded are the calls `ModelRunner.forward_decodes` and `ModelRunner.sample_decodes`. They depend on the size
+    the C++ kernels) records a size when the first step of this size runs. A size is a number of sequences. Both record
+    two calls: `ModelRunner.forward_decodes`, and `ModelRunner.sample_decodes` of its results. These depend on the size
     alone, and read the same addresses in each step: the staging buffer, the tables of `DeviceRows`, the caches and the
-    weights. The second one also reads the results of the first one.
+    weights.
 
     Attributes:
         most_seqs: the most sequences of a step that can be replayed; 0 if none can.
@@ -66,5 +66,5 @@ class Stopwatch:
 
     def read(self) -> tuple[float, float]:
         """Return the seconds of the host and of the device. On a GPU this waits until the device has ended the step."""
-        (_, _, prepare), (_, _, step) = self._clock.spans
-        return prepare, step
+        (_, _, prepare_seconds), (_, _, step_seconds) = self._clock.spans  # each is (name, start, seconds)
+        return prepare_seconds, step_seconds

@@ -58,14 +58,12 @@ class BlockManager:
     parent's content and its token ids; None for a block that cannot be found. Both entries, in `_findable` and in
     `_content`, are removed when the block is given out again or forgotten.
 
-    A content names its parent's content, and so all tokens up to the block's end. A hit must agree on all of them. So
-    two blocks with equal digests are not taken for each other, nor are two blocks whose parents have equal digests,
-    whichever parent was evicted and whichever was registered in its place.
+    A content names its parent's content, and so all tokens up to the block's end. A hit must agree on all of them: an
+    equal digest, of the block or of a parent, is not enough.
 
     This comparison takes O(1) time. A sequence that finds a block keeps the block's content in place of its own equal
-    one. So the parents of two equal contents are one object, and `are_equal` need not look into it. They are two
-    objects only if the parent was evicted before its child, and computed anew. Then `are_equal` goes on to the parents'
-    parents, up to the first that are one object.
+    one. So the parents of two equal contents are usually one object, at which `are_equal` stops. They are two only if
+    the parent was evicted before its child, and computed anew.
     """
 
     _digest = staticmethod(prefix_digest)

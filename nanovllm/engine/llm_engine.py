@@ -6,7 +6,7 @@ docs/architecture.md explains the words that the files of engine/ use.
 import logging
 from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -31,8 +31,8 @@ from nanovllm.utils.clock import Clock
 logger = logging.getLogger(__name__)
 
 OPEN_RUN = Activity(
-    "another generate() or stream()",
-    "of this engine is open: finish or close it first; several threads or asyncio tasks use submit()",
+    name="another generate() or stream()",
+    advice="of this engine is open: finish or close it first; several threads or asyncio tasks use submit()",
 )
 """The run of `generate`, `stream`, and whoever else gives no name to a run."""
 
@@ -121,7 +121,7 @@ class LLMEngine:
         self.num_steps = 0
         self.observers = list(observers)
         self._parse = parse
-        self.claim = Claim(self._free)
+        self.claim = Claim(free=self._free)
         self.identity = object()
         """A `Request` keeps this object to know its engine. If it kept the engine itself, the weights would
         stay in memory as long as the request."""
@@ -139,8 +139,8 @@ class LLMEngine:
         self._ended: list[Sequence] = []
         """The leads of the requests that have ended in the present call of `step`, which returns them."""
         self._kept_error: BaseException | None = None
-        """An error that waits until the requests that ended before it are handed out. `step` keeps an error of its own,
-        and raises it in the next call. `run` keeps a Ctrl-C."""
+        """An error that waits until the requests that ended before it are handed out: one of `step`, whose next call
+        raises it, or a Ctrl-C within `run`."""
         self.last_read: ScheduledStep | None = None
         """The last step whose results the scheduler got. `LLM.step` sets this to None before it calls `step`."""
 
@@ -219,7 +219,10 @@ class LLMEngine:
         logger.warning(
             "a request with max_tokens=%d can get %d tokens at most: its prompt has %d, and both together have at most "
             "max_model_len=%d. Raise that, or lower max_tokens. Further requests of this call are not checked",
-            *(wanted, room, num_prompt, self.config.max_model_len),
+            wanted,
+            room,
+            num_prompt,
+            self.config.max_model_len,
         )
 
     def _note_shortage(self) -> None:
@@ -235,7 +238,9 @@ class LLMEngine:
         logger.warning(
             "the KV cache holds %d of %d sequences: the others wait, and one that must give up its room is computed "
             "again. To hold more: %s. This is said once",
-            *(num_held, num_wanted, advice),
+            num_held,
+            num_wanted,
+            advice,
         )
 
     def next_numbers(self, num_seqs: int) -> tuple[int, int]:
@@ -277,7 +282,7 @@ class LLMEngine:
         return bool(self.scheduler.waiting or self.scheduler.running or self._in_flight or self._kept_error)
 
     def run(
-        self, requests: Iterable[Request | None], holder: Activity = OPEN_RUN
+        self, requests: Iterable[Request | None], activity: Activity = OPEN_RUN
     ) -> Generator[list[Sequence], None, None]:
         """Run requests. After each step, yield the leads of the requests that the step ended.
 
@@ -288,11 +293,11 @@ class LLMEngine:
         raised at once. When the generator ends, even by an error, unfinished requests are aborted.
 
         Args:
-            holder: the activity that the run belongs to.
+            activity: what the run is part of: the claim has this name.
         """
         # The claim is held for the whole run. `work` is held during one step, so `close` from another thread waits for
         # that step alone.
-        with self.claim.held_by(holder):
+        with self.claim.held_by(activity):
             self._has_noted_limit = False
             hold = HoldInterrupt(on_second=self.close)  # in a block `with hold`, a first Ctrl-C waits for the end
             unfinished: set[Sequence] = set()
@@ -304,22 +309,16 @@ class LLMEngine:
                 incoming = iter(requests)
                 while self._take(incoming, unfinished):
                     ended: list[Sequence] = []
-                    with self._keep_interrupt(hold):
-                        ended = self.step()
+                    try:
+                        with hold, self.claim.work():
+                            ended = self.step()
+                    except KeyboardInterrupt as interrupt:  # `hold` raises it when the step has ended
+                        self._kept_error = interrupt
                     unfinished.difference_update(ended)
                     yield ended
                     self.raise_kept()
             finally:
                 self._end_run(hold)
-
-    @contextmanager
-    def _keep_interrupt(self, hold: HoldInterrupt) -> Iterator[None]:
-        """Return a context manager for one step. A Ctrl-C becomes the kept error when the `with` block has ended."""
-        try:
-            with hold, self.claim.work():
-                yield
-        except KeyboardInterrupt as interrupt:
-            self._kept_error = interrupt
 
     def _end_run(self, hold: HoldInterrupt) -> None:
         """Abort what has not ended. If the caller left `run` before that raised a Ctrl-C, raise the Ctrl-C here."""
@@ -375,11 +374,14 @@ class LLMEngine:
                 raise RuntimeError(f"nothing can run: {self.stats()}, waiting: {list(self.scheduler.waiting)[:3]}")
             if step is None or len(self._in_flight) >= self.depth:
                 self._read_oldest()
-        except BaseException as error:
+        except Exception as error:
             self._recover()
-            if not self._ended or not isinstance(error, Exception):  # a KeyboardInterrupt does not wait
+            if not self._ended:
                 raise
             self._kept_error = error
+        except BaseException:  # a KeyboardInterrupt does not wait
+            self._recover()
+            raise
         return self._ended
 
     def _plan(self, clock: Clock) -> ScheduledStep | None:

@@ -17,7 +17,7 @@ class Order:
     it: they override `list_requests`.
     """
 
-    holder = OPEN_RUN
+    activity = OPEN_RUN
     """The name under which the run claims the engine: see `LLMEngine.run`."""
 
     def __init__(self, engine: LLMEngine, requests: Iterable[Request | None]) -> None:

@@ -95,8 +95,8 @@ class StepPlan(NamedTuple):
         token_ids: int32 [num_tokens], the ids of the tokens to compute, sequence after sequence. The drafts of a
             sequence are its last ids. LAST_TOKEN stands for the token that the device sampled last for the row.
         targets: int32 [sum of num_scored], sequence after sequence: the prompt tokens whose log-probability is wanted.
-            The last target may be the first token of the next chunk. EMBED stands in the place of a target, and asks
-            for the hidden state of the token whose logits would score this target.
+            The token before a target scores it, so the last target may be the first token of the next chunk. EMBED in
+            the place of a target asks for the hidden state of the token before it.
         block_entries: int32 [n, 3], new (row, index, block) entries of the block tables.
         new_rows: ROW_SAMPLING [n], the sampling values of rows that have a new owner.
     """
@@ -164,7 +164,7 @@ class StepPlan(NamedTuple):
         A CUDA graph has a fixed number of sequences. A step with fewer sequences is filled up with dummies. All dummies
         use one row that belongs to no sequence.
         """
-        zeros = np.zeros((NUM_PER_SEQ + 1, num_seqs), np.int32)
+        zeros = np.zeros((NUM_PER_SEQ + 1, num_seqs), np.int32)  # token_ids, too, has one element per dummy
         plan = StepPlan._make([*zeros, NO_TARGETS, NO_ENTRIES, NO_NEW_ROWS])
         plan.rows[:] = row
         plan.num_scheduled[:] = 1

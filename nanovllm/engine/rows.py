@@ -38,10 +38,9 @@ class RowTable:
     `num_computed <= num_tokens` always holds. The next step computes the difference, at most up to num_needed. With two
     steps in flight the device computes a token whose id the host has not read yet.
 
-    When the results of a step arrive, one question is asked for each of its rows: was the row freed after the step was
-    planned? `num_releases` counts how often rows were freed. `released_at[row]` is the value that `num_releases` got
-    when the row was freed last. A step keeps the value that `num_releases` had when the step was planned. The row was
-    freed later if `released_at[row]` is larger. One comparison of arrays answers the question for all rows.
+    When the results of a step arrive, a row of the step may have been freed since the step was planned.
+    `num_releases` counts all releases of rows, and `released_at[row]` is that count after the row's last release. A
+    step keeps the count of its planning. A row with a larger `released_at` was freed since.
     """
 
     def __init__(self, num_rows: int) -> None:
@@ -55,10 +54,10 @@ class RowTable:
         """The host sends the ids of tokens with an index below this. For later tokens that are no drafts it sends
         LAST_TOKEN, and the device uses the token that it sampled last."""
         self.unchecked_until = np.zeros(num_elements, np.int32)
-        """If num_known is larger than this, `Sequence.check_end` must see the row's new tokens. Otherwise only a stop
-        token or a failed sample can end the sequence. The value is usually one token below the length limit. With stop
-        strings or a grammar it is 0, because these must see every token. For NO_ROW it is below every count: each token
-        of a sequence without a row is seen, too."""
+        """While num_known is at most this, only a stop token or a failed sample can end the sequence. Beyond it,
+        `Sequence.check_end` must see the row's new tokens. Usually it is one token below the length limit. It is 0 with
+        stop strings or a grammar, which must see every token. For NO_ROW it is below every count: each token of a
+        sequence without a row is seen, too."""
         self.unchecked_until[NO_ROW] = np.iinfo(np.int32).min
         self.released_at = np.zeros(num_elements, np.int64)
         self.num_releases = 0

@@ -33,10 +33,9 @@ class Scheduler:
     admitted, in order. Drafts (guessed tokens that a step verifies) get what is left of the budget.
 
     A prompt that does not fit into the budget is computed in chunks, over several steps. Only the sequence that was
-    admitted last can be in this state. The reason: a step admits a sequence only if budget is left when it has given
-    every earlier sequence all its remaining tokens. These were at least one token for each, so the budget has one for
-    each of them in later steps, too, and they need no more. (In a pipeline, which sets `choose_running`, other prompts
-    may be computed in chunks, too.)
+    admitted last can be in this state: a step admits a sequence only if budget is left when every earlier one has all
+    its remaining tokens, and later each of these needs one token a step. (In a pipeline, which sets `choose_running`,
+    other prompts may be computed in chunks, too.)
 
     A step that preempts a sequence admits no sequence: the first in the queue is the preempted sequence, which has just
     lost its blocks to others. The step verifies no drafts either, because drafts take blocks, too.
@@ -130,6 +129,7 @@ class Scheduler:
         while True:
             rows = table.order if self.choose_running is None else self.choose_running(table)
             num_computed = table.num_computed[rows]
+            # num_tokens counts the tokens that steps in flight will sample, too.
             ends = np.minimum(table.num_tokens[rows], table.num_needed[rows])
             num_scheduled = ends - num_computed
             if num_scheduled.sum() > budget:
@@ -238,13 +238,11 @@ class Scheduler:
             is_complete &= has_output
         # A complete row samples 1 token, and 1 more for each draft. `ends` counts drafts, and `num_before` does not:
         # with 5 tokens and 2 drafts they are 7 and 5, and the row samples 3 tokens.
-        if np.count_nonzero(is_complete) == len(rows):
-            sampling = rows
-            num_sampled = ends + 1 - num_before
-        else:
+        num_sampled = ends + 1 - num_before
+        sampling = rows
+        if np.count_nonzero(is_complete) < len(rows):
             sampling = rows[is_complete]
-            num_sampled = np.zeros(len(rows), np.int32)
-            num_sampled[is_complete] = (ends + 1 - num_before)[is_complete]
+            num_sampled[~is_complete] = 0
         vocab_size = len(self.may_stop) - 1  # its last element is for FAILED
         plan = StepPlan(
             rows=rows.astype(np.int32),
@@ -260,7 +258,7 @@ class Scheduler:
         table.count_launched(rows, ends, num_before + num_sampled)
         # In most steps every resident sequence decodes: then `sampling` is still the array that the table made.
         seqs = table.running if sampling is table.order else table.sequences(sampling)
-        return ScheduledStep(plan, seqs, sampling, table.num_releases, scored)
+        return ScheduledStep(plan, seqs, rows=sampling, num_releases=table.num_releases, scored=scored)
 
     def _fill_token_ids(self, rows: Rows, starts: IntArray, ends: IntArray, num_tokens: int) -> IntArray:
         """Return the ids of the tokens that a step computes, int32 [num_tokens].
@@ -296,9 +294,8 @@ class Scheduler:
             for seq, reason in self.scoring.give(step.scored, result):
                 self.end(seq, reason)
                 finished.append(seq)
-        # Two numberings meet here. Sequence i of the step is seqs[i]: it gets num_new[i] tokens, and may_end[i] says
-        # whether one of them may end it. Token k of the result goes to receivers[k], and has logprobs[k]. As long as
-        # each sequence gets one token, i and k are the same.
+        # i counts the step's sequences, and k the result's tokens. seqs[i] gets num_new[i] tokens, and may_end[i] says
+        # whether one of them may end it. Token k goes to receivers[k]. If each sequence gets one token, i is k.
         seqs = step.seqs
         num_new = None  # one token for each sequence
         no_row_moved = step.num_releases == table.num_releases
@@ -311,8 +308,9 @@ class Scheduler:
             receivers = [seqs[i] for i in owners.tolist()]
             may_end = table.add_known(rows, num_new)
             # `result` no longer has rejected tokens or tokens of sequences that have ended. Token k is for
-            # seqs[owners[k]]. A stop token may end its owner.
-            may_end[owners[self.may_stop[result.token_ids]]] = True
+            # seqs[owners[k]], which a stop token may end.
+            are_stops = self.may_stop[result.token_ids]
+            may_end[owners[are_stops]] = True
         for k, values in result.logprobs.items():
             receivers[k].logprobs.append(values)
         for seq, token_id in zip(receivers, result.token_ids.tolist(), strict=True):

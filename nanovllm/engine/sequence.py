@@ -71,11 +71,12 @@ def check_request(
         raise ValueError("stop strings need a tokenizer, and this model has none; use stop_token_ids")
     if not token_ids:
         raise ValueError("the prompt is empty; it must have at least one token")
-    # A prompt with output needs room for one more token, so its limit is max_model_len - 1. A prompt that is only
-    # scored (only the log-probabilities of its tokens are wanted) has no output, and the model need not compute its
-    # last token. So its limit is max_model_len + 1. A prompt that is embedded (only its vector is wanted) has no
-    # output, and the model computes all its tokens.
-    most = max_model_len + (0 if params.embed else 1 if params.max_tokens == 0 else -1)
+    if params.embed:  # only the prompt's vector is wanted: all its tokens are computed
+        most = max_model_len
+    elif params.max_tokens == 0:  # only the scores of its tokens are wanted: the last one need not be computed
+        most = max_model_len + 1
+    else:  # there is room for one token of output
+        most = max_model_len - 1
     if len(token_ids) > most:
         raise ValueError(
             f"the prompt has {len(token_ids)} tokens; with max_model_len={max_model_len} it may have at most {most}: "
@@ -99,10 +100,9 @@ class PromptScores:
     """Holds what a sequence asks for of its prompt: the scores of its tokens, or its embedding.
 
     Attributes:
-        next_target: index of the first prompt token whose score is wanted and is not planned yet. It is at least the
-            number of prompt tokens if none is left to score. A score needs the token before the scored one to be
-            computed. So if the prompt is embedded, this index is counted likewise: the token before it is the first
-            one whose hidden state is wanted and is not planned yet.
+        next_target: index of the first prompt token whose score is wanted and is not planned yet; the token before it
+            gives the score. If the prompt is embedded, the token before this index is the first one whose hidden state
+            is wanted and is not planned yet. At least the number of prompt tokens if nothing is left.
         logprobs: {token id: log-probability} per prompt token whose score was read. Tokens that are not scored have
             None.
         embedding: the sum of the wanted hidden states that were read, float64 [hidden]; None before the first one.
@@ -163,9 +163,8 @@ class Sequence:
         """If the prompt is embedded, the indices of the tokens whose hidden states its vector is made of."""
         self.num_needed = self.pooled.stop if params.embed else max(self.limit - 1, 1)
         """At most this many tokens are computed. A prompt that is embedded is computed up to the last hidden state that
-        is wanted. Otherwise all of `limit` tokens but the last are computed: no token follows that one, and its own
-        score comes from the logits of the token before it. At least one token is computed: a prompt of one token that
-        is only scored takes part in one step, too."""
+        is wanted. Otherwise the last of `limit` tokens is not computed, because no token follows it. But a prompt of
+        one token that is only scored takes part in one step, too."""
         self.scores: PromptScores | None = None
         """The scores or the embedding of the prompt; None if the request asks for neither. `Scoring` sets it."""
         self._eos_ids = frozenset[int]() if params.ignore_eos else eos_token_ids

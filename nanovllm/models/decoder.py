@@ -51,7 +51,7 @@ def make_rotary_table(config: "PretrainedConfig", num_positions: int) -> Tensor:
             exponents = torch.arange(0, dim, 2, dtype=torch.float32) / dim
             frequencies = 1.0 / rope["rope_theta"] ** exponents
             scaling = 1.0
-            if "divisors" in rope:  # as GGUF files have the scaling of Llama 3
+            if "divisors" in rope:  # a GGUF file has Llama 3's scaling as one number for each frequency
                 frequencies /= torch.tensor(rope["divisors"])
         else:
             frequencies, scaling = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, torch.device("cpu"))
@@ -73,17 +73,19 @@ def make_norm(size: int, dtype: torch.dtype | None = None) -> nn.Parameter:
 
 
 def share_heads(config: "PretrainedConfig", parallel: Parallel) -> tuple[range, range]:
-    """Return a rank's query heads, and its key-value heads. Several ranks may hold the same key-value head.
+    """Return a rank's query heads, and its key-value heads.
 
     Raises:
         ValueError: the ranks cannot share the heads evenly.
     """
     total = config.num_key_value_heads
-    # If the number of ranks is a multiple of the number of KV heads, each rank has one of these heads.
-    num_kv_heads = 1 if parallel.size % total == 0 else parallel.shard(total, "num_key_value_heads")[1]
-    first_kv_head = parallel.share * total // parallel.size
-    first, count = parallel.shard(config.num_attention_heads, "num_attention_heads")
-    return range(first, first + count), range(first_kv_head, first_kv_head + num_kv_heads)
+    if parallel.size % total == 0:  # each rank has one KV head, and several ranks may have the same
+        first_kv_head = parallel.share * total // parallel.size
+        num_kv_heads = 1
+    else:
+        first_kv_head, num_kv_heads = parallel.shard(total, "num_key_value_heads")
+    first_head, num_heads = parallel.shard(config.num_attention_heads, "num_attention_heads")
+    return range(first_head, first_head + num_heads), range(first_kv_head, first_kv_head + num_kv_heads)
 
 
 def find_biases(config: "PretrainedConfig") -> tuple[bool, bool]:
@@ -136,9 +138,8 @@ class Attention(nn.Module):
             heads, kv_heads: the numbers of the query heads and KV heads that this rank has.
         """
         dim = self.head_dim
-        # A part's name in the checkpoint, its output features, and of these the first of this rank and their number.
         parts = [
-            Part(name, total * dim, mine.start * dim, len(mine) * dim)
+            Part(name, size=total * dim, start=mine.start * dim, length=len(mine) * dim)
             for name, total, mine in (
                 ("q_proj", config.num_attention_heads, heads),
                 ("k_proj", config.num_key_value_heads, kv_heads),

@@ -97,12 +97,11 @@ def attend_reference(
         window = variant.window if variant is not None else None
         mask = None
         if query_len > 1 or (window is not None and window < seq_len):
-            # Query j is token seq_len - query_len + j, and sees all tokens up to itself, or the last ones of them. The
-            # same mask is repeated for each head of a group.
-            last = seq_len - query_len
-            mask = torch.ones(query_len, seq_len, dtype=torch.bool, device=q.device).tril(last)
-            mask = mask if window is None else mask.triu(last - window + 1)
-            mask = mask.repeat(group, 1).unsqueeze(0)
+            # Query j is token `first + j`. It sees the tokens up to itself, or the last `window` of them.
+            first = seq_len - query_len
+            mask = torch.ones(query_len, seq_len, dtype=torch.bool, device=q.device).tril(first)
+            mask = mask if window is None else mask.triu(first - window + 1)
+            mask = mask.repeat(group, 1).unsqueeze(0)  # the same for each head of a group
         queries = queries.reshape(1, num_kv_heads, group * query_len, head_dim).to(k.dtype)
         k = k[None, :, :seq_len]
         v = v[None, :, :seq_len]

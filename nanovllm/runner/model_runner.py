@@ -10,7 +10,7 @@ from torch import Tensor
 from nanovllm.backends import CacheSize, KVCache, LayerCache, make_backend
 from nanovllm.backends.steps import EAGER, Steps, Stopwatch
 from nanovllm.config import ResolvedConfig
-from nanovllm.engine.plan import StepPlan, find_lengths
+from nanovllm.engine.plan import NO_LOGPROBS, StepPlan, find_lengths
 from nanovllm.models.decoder import Decoder
 from nanovllm.models.layers.parallel import Parallel
 from nanovllm.models.layers.weights import Quantizer
@@ -78,8 +78,8 @@ class ModelRunner:
         self.hf_config = hf_config
         self.backend = make_backend(config.attention_backend, self.device)
         self.sizes = Sizes(hf_config, parallel.size, decoder)
-        # `sizes` has a plain Backend of its own. A layer may pad its heads to a length that a backend has kernels for.
-        # So its cache is counted right only with this backend's lengths.
+        # A layer may pad its heads, and so its cache, to a length that the backend has kernels for. `sizes` counts with
+        # a plain Backend, which must have the same lengths.
         self.sizes.backend.head_dims = self.backend.head_dims  # type: ignore[misc]  # of this backend alone
         self.config = config = bound_length(self)  # lowers a max_model_len for which no cache can have room
         self.quantizer = quantizer
@@ -175,7 +175,7 @@ class ModelRunner:
             edits: edits of the logits; None on ranks other than 0.
         """
         plan = head.plan
-        asked = self.device_rows.sampling_cpu[plan.rows]
+        asked = self.device_rows.sampling_cpu[plan.rows]  # what each sequence asks for: see ROW_SAMPLING
         targets = None
         if len(plan.targets):
             from nanovllm.runner.targets import Targets
@@ -183,20 +183,20 @@ class ModelRunner:
             targets = Targets(head, asked["num_prompt_logprobs"], self.model, self.backend)
         if not plan.num_sampled.any():
             return StepHandle(plan, targets=targets)
-        counts = asked["num_logprobs"]
-        keeps_logits = asked["is_edited"].any() or counts.max() >= 0
-        if steps is not EAGER and not keeps_logits:
+        num_logprobs = asked["num_logprobs"]
+        needs_logits = asked["is_edited"].any() or (num_logprobs != NO_LOGPROBS).any()
+        if steps is not EAGER and not needs_logits:
             return StepHandle(plan, steps.replay("head", plan.num_seqs), targets=targets)
         hidden = head.hidden if head.sample_indices is None else head.hidden[head.sample_indices]
         logits = self.model.compute_logits(hidden)
-        token_ids, edited = self.sampler.sample(logits, head.rows, head.positions, edits)
-        if not keeps_logits:
+        token_ids, edited_logits = self.sampler.sample(logits, head.rows, head.positions, edits)
+        if not needs_logits:
             return StepHandle(plan, token_ids, targets=targets)
         if self.config.logprobs_mode == "raw_logprobs":
-            del edited  # before log-probabilities take memory
-            logprobs = start_logprobs(plan, counts, token_ids, logits, self.backend)
+            del edited_logits  # before log-probabilities take memory
+            logprobs = start_logprobs(plan, num_logprobs, token_ids, logits, self.backend)
         else:
-            logprobs = start_logprobs(plan, counts, token_ids, edited, self.backend, asked)
+            logprobs = start_logprobs(plan, num_logprobs, token_ids, edited_logits, self.backend, asked)
         return StepHandle(plan, token_ids, logprobs, targets)
 
     def forward(self, plan: StepPlan) -> tuple[StepInputs, Tensor]:
@@ -232,7 +232,8 @@ class ModelRunner:
 
         Attention is prepared once for all layers, by the shape of any layer's keys and values.
         """
-        if (cache := next((cache for cache in self.caches if isinstance(cache, KVCache)), None)) is not None:
+        cache = next((cache for cache in self.caches if isinstance(cache, KVCache)), None)
+        if cache is not None:
             num_heads = self.hf_config.num_attention_heads // self.parallel.size
             inputs = self.backend.prepare_attention(inputs, cache, num_heads)
         return inputs, self.model(inputs, self.caches)
@@ -294,7 +295,8 @@ class ModelRunner:
         )
         with torch.device("meta"), default_dtype(self.dtype):
             self.model = self.decoder(self.hf_config, self.backend, self.parallel)
-        allocate(self.model, self.device, () if quantizer is None else quantizer.list_matrices(self.model))
+        coded = () if quantizer is None else quantizer.list_matrices(self.model)
+        allocate(self.model, self.device, but=coded)  # codes take the place of these
         self.model.fill_tables(self.hf_config, self.config.max_model_len, self.device)
         self.backend.prepare_weights(parameter for parameter in self.model.parameters() if not parameter.is_meta)
         self._read_weights(self.model)

@@ -83,13 +83,14 @@ class Sampler:
             int32 [n], FAILED for a row whose logits are not a valid distribution. On ranks other than 0 the values mean
             nothing. And the logits that the tokens were sampled from: those given, or a copy with the edits.
         """
+        table = self._device_rows.sampling
         if logits is None:
-            token_ids = checked = torch.empty_like(rows)
+            empty = torch.empty_like(rows)
+            sampled = Sampled(empty, checked=empty)
+        elif edits is None:
+            sampled = self._backend.sample(logits, table, rows, positions)
         else:
-            given = (logits, self._device_rows.sampling, rows, positions)
-            if edits is None:
-                token_ids, checked = self._backend.sample(*given)
-            else:
-                (token_ids, checked), logits = edits.sample(self._backend, *given)
-        self._backend.store_samples(self._parallel.broadcast(token_ids), rows, self._device_rows.last_token)
-        return checked, logits
+            sampled, logits = edits.sample(self._backend, logits, table, rows, positions)
+        token_ids = self._parallel.broadcast(sampled.token_ids)
+        self._backend.store_samples(token_ids, rows, self._device_rows.last_token)
+        return sampled.checked, logits

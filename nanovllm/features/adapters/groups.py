@@ -195,7 +195,7 @@ class AdapterOrder(SoonestOrder):
     The group whose adapter the weights have comes first, and the others in the order of their first requests.
     """
 
-    holder = RUN
+    activity = RUN
 
     def __init__(self, llm: Any, requests: list[Request], folders: list[str | None]) -> None:
         """
