@@ -82,7 +82,7 @@ def make_engine(asked: EngineConfig) -> LLMEngine:
 
         config = find_draft(asked, config, folder, find_config)
     with ThreadPoolExecutor(1) as pool, ExitStack() as on_error:
-        # The tokenizer is read beside the weights, whose reading needs little Python.
+        # The tokenizer is read in a thread beside the weights, whose reading needs little Python.
         tokenizer_to_be = pool.submit(read_tokenizer, asked.tokenizer, folder, config.max_model_len)
         runner, allocate_cache = load_runner(config, hf_config, weights)
         on_error.callback(runner.close)
@@ -92,7 +92,7 @@ def make_engine(asked: EngineConfig) -> LLMEngine:
         if tokenizer is not None:
             tokenizer.max_model_len = config.max_model_len
         engine = assemble(config, facts, tokenizer, runner, num_blocks)
-        on_error.pop_all()
+        on_error.pop_all()  # there was none: the runner stays open
     logger.info("%s on %s, %s, %s attention", config.model, config.device, config.dtype, config.attention_backend)
     return engine
 
@@ -115,18 +115,20 @@ def read_files(
         find_tokenizer(asked.tokenizer)  # a wrong name is refused before weights are read
     weights = None if asked.load_format == "dummy" else folder
     if weights is not None:
-        with suppress(ValueError):  # `fit_to_checkpoint` raises it again: an error of config.json comes first
-            read_ahead(weights.files)  # while transformers is imported
+        # Read while transformers is imported. Of a damaged checkpoint `fit_to_checkpoint` says later what is wrong: an
+        # error of config.json comes first.
+        with suppress(ValueError):
+            read_ahead(weights.files)
     hf_config = load_model_config(data, source, asked.model_impl)
     can_generate = fit_to_checkpoint(hf_config, weights)
     pooling = find_pooling(folder, hf_config.hidden_size)
-    if pooling.refusal and not can_generate:
+    if pooling.refusal and not can_generate:  # the model could only make vectors
         raise ValueError(pooling.refusal)
     default_params, refused_defaults = read_default_params(folder)
     generation = {} if folder is None else folder.generation
-    named = {**data, **generation}.get("eos_token_id")  # one id or several
-    ids = named if isinstance(named, list) else [named]
-    eos_token_ids = frozenset(as_integer(i, "the model's eos_token_id") for i in ids if i is not None)
+    ends = {**data, **generation}.get("eos_token_id")  # one id or a list
+    ends = ends if isinstance(ends, list) else [ends]
+    eos_token_ids = frozenset(as_integer(i, "the model's eos_token_id") for i in ends if i is not None)
     facts = ModelFacts(
         embedding_size=pooling.size or hf_config.hidden_size,
         has_lm_head=can_generate,
@@ -150,8 +152,8 @@ def assemble(
     engine_class: Callable[..., LLMEngine] = LLMEngine,
 ) -> LLMEngine:
     """Put an engine together around a runner whose KV cache has so many blocks."""
-    own = frozenset[int]() if tokenizer is None else tokenizer.eos_token_ids
-    eos_token_ids = (facts.eos_token_ids | own).intersection(range(config.vocab_size))
+    tokenizer_ends = frozenset[int]() if tokenizer is None else tokenizer.eos_token_ids
+    eos_token_ids = (facts.eos_token_ids | tokenizer_ends).intersection(range(config.vocab_size))
     parser = load_parser(config, tokenizer)
     scheduler, observers = make_scheduler(config, runner, num_blocks, tokenizer)
 
@@ -219,19 +221,20 @@ def _resolve_options(asked: EngineConfig, hf_config: "PretrainedConfig", gpu_mem
         from nanovllm.features.drafts.options import read_speculative_config
 
         asked = replace(asked, speculative_config=read_speculative_config(asked.speculative_config))
+    is_described = gpu_memory is not None
     sizes = Sizes(hf_config)
     config = resolve(asked, hf_config, sizes, gpu_memory)
     if config.num_ranks > 1:
         from nanovllm.features.distributed.options import resolve_ranks
 
-        config = resolve_ranks(asked, config, is_described=gpu_memory is not None)
-    if (quantizer := make_quantizer(config, hf_config)) is not None:  # a format that cannot be read is refused here
-        try:
+        config = resolve_ranks(asked, config, is_described)
+    quantizer = make_quantizer(config, hf_config)  # refuses a format that cannot be read
+    if quantizer is not None:
+        if is_described:
+            with suppress(ImportError):  # this machine may lack the kernels of the described GPU
+                quantizer.check()
+        else:
             quantizer.check()
-        except ImportError:  # this machine may lack the kernels of a described GPU
-            if gpu_memory is None:
-                raise
-        if gpu_memory is None:
             quantizer.announce(sizes.model)
         config = replace(config, quantization=quantizer.format.name)
     family = find_family(hf_config)
@@ -297,8 +300,7 @@ def make_runner(
         )
     runner = runner_class(config, hf_config, fill, parallel, quantizer, find_decoder(hf_config))
     runner.model.prove(config)
-    # `parallel.size` is how many ranks share each layer. In a pipeline it may be 1: then rank 0 alone has the draft
-    # model.
+    # All ranks that share layers share the draft model's, too. In a pipeline that shares none, rank 0 alone has it.
     if config.draft is not None and (parallel.rank == 0 or parallel.size > 1):
         from nanovllm.features.drafts.draft_model import read_draft
 
@@ -332,7 +334,7 @@ def make_scheduler(
         vocab_size=config.vocab_size,
         make_scoring=make_scoring,
     )
-    scheduler.choose_running = getattr(runner, "choose_running", None)
+    scheduler.choose_running = getattr(runner, "choose_running", None)  # several ranks' runner has it
     if config.speculative_config is not None:
         from nanovllm.features.drafts.speculation import start_speculation
 
@@ -341,7 +343,7 @@ def make_scheduler(
         return scheduler, []
     from nanovllm.features.trace import Trace
 
-    take_spans = getattr(runner, "take_spans", tuple)
+    take_spans = getattr(runner, "take_spans", tuple)  # this, too
     return scheduler, [Trace(config.trace, config.device, scheduler, tokenizer, take_spans)]
 
 

@@ -150,9 +150,10 @@ def has_turned_experts(config: "PretrainedConfig", headers: Headers) -> bool:
     name = headers.find_ending("mlp.experts.down_proj")
     if name is None:
         return False
-    turned = [config.moe_intermediate_size, config.hidden_size]
+    size = config.moe_intermediate_size
     shape = headers.read_shape(name) or []
-    return shape[1:] == turned != turned[::-1]  # the shape of square matrices shows nothing: they count as [out, in]
+    is_square = size == config.hidden_size  # then the shape shows nothing, and matrices count as [out, in]
+    return shape[1:] == [size, config.hidden_size] and not is_square
 
 
 def compare_sizes(config: "PretrainedConfig", headers: Headers) -> None:

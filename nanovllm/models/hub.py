@@ -52,7 +52,8 @@ def is_gguf(model: str) -> bool:
             return path.suffix.lower() == ".gguf" or file.read(4) == b"GGUF"
     if path.is_dir():
         return any(path.glob("*.gguf")) and not any(path.glob("*.safetensors"))
-    return "gguf" in model.lower() or re.fullmatch(r"[\w-][\w.-]*/[\w.-]+:[\w.-]+", model) is not None
+    names_quantisation = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+:[\w.-]+", model) is not None
+    return "gguf" in model.lower() or names_quantisation
 
 
 def find_folder(model: str) -> Path | None:

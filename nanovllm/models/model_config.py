@@ -149,13 +149,14 @@ def take_text_config(data: dict[str, Any]) -> dict[str, Any]:
     text = data.get("text_config")
     if not isinstance(text, dict):
         return data
-    named = ("architectures", "tie_word_embeddings", "auto_map", *STAND_INS)
-    outer: dict[str, Any] = {name: data[name] for name in named if name in data}
+    # The outer level decides some keys, and others where the nested part lacks them.
+    deciding = ("architectures", "tie_word_embeddings", "auto_map", *STAND_INS)
+    outer: dict[str, Any] = {name: data[name] for name in deciding if name in data}
     outer["whole_model_type"] = data.get("model_type")
     if text.get("tie_word_embeddings") is True:
         outer["tie_word_embeddings"] = True
-    own = ("dtype", "torch_dtype", "quantization_config", "compression_config", "eos_token_id")
-    return {name: data[name] for name in own if name in data} | text | outer
+    defaults = ("dtype", "torch_dtype", "quantization_config", "compression_config", "eos_token_id")
+    return {name: data[name] for name in defaults if name in data} | text | outer
 
 
 def read_dtypes(data: dict[str, Any], source: str) -> dict[str, Any]:
@@ -216,6 +217,8 @@ def is_about_cache_alone(settings: dict[str, Any]) -> bool:
 
 def load_model_config(data: dict[str, Any], source: str, model_impl: str = "auto") -> "PretrainedConfig":
     """Make and check the configuration that data, the content of config.json, describes.
+
+    If the code of `FAMILIES` lacks something for a model, "auto" leaves the model to transformers' code.
 
     Args:
         source: where the content comes from, for error messages.

@@ -62,10 +62,9 @@ class ModelFolder:
         """
         data = take_text_config(read_json(self.path / "config.json"))
         own = name_method(data.get("quantization_config"))
-        # Whether config.json itself says how the weights are quantised.
-        is_settled = data.get("compression_config") or (own and (not isinstance(own, dict) or own.get("quant_method")))
+        method = own.get("quant_method") if isinstance(own, dict) else own
         settings = self.find_settings()
-        if settings is None or is_settled or is_about_cache_alone(settings):
+        if settings is None or data.get("compression_config") or method or is_about_cache_alone(settings):
             return data
         # If no weights are quantised, the other file is a leftover. In an estimate the folder may have no weights: then
         # the file counts.

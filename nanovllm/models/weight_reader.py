@@ -109,8 +109,8 @@ def load_weights(
     """
     show_progress = parallel.rank == 0
     folder = folder.refresh()
-    names = name_canonically(folder.places, config)
-    found = set(names.values())
+    canonical = name_canonically(folder.places, config)
+    found = set(canonical.values())
     targets: dict[str, list[WeightTarget]] = {}
     all_targets = find_weight_targets(model, found) if quantizer is None else quantizer.find_targets(model, found)
     for name, target in all_targets:
@@ -128,9 +128,9 @@ def load_weights(
     if leftovers:
         from nanovllm.models.leftovers import check_leftovers
 
-        own = {name: path for name, path in folder.places.items() if names[name] in leftovers}
+        own = {name: path for name, path in folder.places.items() if canonical[name] in leftovers}
         # A ValueError, unless each of them is known to change nothing.
-        check_leftovers(own, names, targets, config, folder)
+        check_leftovers(own, canonical, targets, config, folder)
         if show_progress:
             logger.info("%s: %d tensors change nothing: %s", folder, len(leftovers), name_some(leftovers))
     if adapter is not None:
@@ -143,8 +143,8 @@ def load_weights(
                 parallel.raise_failure()
                 source = file.get_slice(name)
                 if adapter is not None:
-                    source = adapter.merge(names[name], source)
-                for target in targets.get(names[name], ()):
+                    source = adapter.merge(canonical[name], source)
+                for target in targets.get(canonical[name], ()):
                     _fill(target, source, f"{path}: tensor {name}", copy)
 
 

@@ -44,18 +44,18 @@ def count_blocks(runner: "ModelRunner") -> int:
             the device has.
     """
     config = runner.config
-    least = config.max_model_len if config.has_given_length else 1  # `fit_length` may reduce it
+    least_tokens = config.max_model_len if config.has_given_length else 1  # a length of ours: `fit_length` reduces it
     backend = runner.backend
     block_bytes = runner.count_block_bytes()
-    ranks = runner.parallel.ranks_per_device
+    num_sharers = runner.parallel.ranks_per_device  # each of them needs as much
 
     def check_fits(num_bytes: int, option: str) -> None:
-        check_free_memory(ranks * num_bytes, backend.free_memory(), "the KV cache", f"lower {option}")
+        check_free_memory(num_sharers * num_bytes, backend.free_memory(), "the KV cache", f"lower {option}")
 
     states = f"the states of {config.max_num_seqs} rows"
-    check_free_memory(ranks * runner.count_state_bytes(), backend.free_memory(), states, "lower max_num_seqs")
+    check_free_memory(num_sharers * runner.count_state_bytes(), backend.free_memory(), states, "lower max_num_seqs")
     if config.num_kvcache_blocks is not None:
-        check_pool(config.num_kvcache_blocks, config.block_size, least)
+        check_pool(config.num_kvcache_blocks, config.block_size, least_tokens)
         check_fits(config.num_kvcache_blocks * block_bytes, "num_kvcache_blocks")
         return config.num_kvcache_blocks
     most_blocks = max(config.max_num_seqs * ceil_div(config.usual_length, config.block_size), config.max_blocks_per_seq)
@@ -65,7 +65,7 @@ def count_blocks(runner: "ModelRunner") -> int:
         budget = backend.room_for_cache(runner, most_blocks * block_bytes)
     if not block_bytes:  # no layer of this rank has keys and values: the other ranks decide
         return most_blocks
-    return blocks_that_fit(budget, block_bytes, config.block_size, least)
+    return blocks_that_fit(budget, block_bytes, config.block_size, least_tokens)
 
 
 def bound_length(runner: "ModelRunner") -> ResolvedConfig:

@@ -38,8 +38,8 @@ def resolve(
     """
     device = resolve_device(config.device) if gpu_memory is None else torch.device("cuda:0")
     block_size = None if config.kvcache_block_size == "auto" else int(config.kvcache_block_size)
-    share = sizes if config.tensor_parallel_size == 1 else Sizes(hf_config, config.tensor_parallel_size)
-    head_dim, group = find_heads(share)
+    rank_sizes = sizes if config.tensor_parallel_size == 1 else Sizes(hf_config, config.tensor_parallel_size)
+    head_dim, group = find_heads(rank_sizes)
     work = Work(
         device=device,
         dtype=read_dtype(hf_config),

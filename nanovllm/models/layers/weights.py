@@ -100,4 +100,4 @@ class Quantizer(Protocol):
         """Yield what `model.weight_targets` yields, with other targets where a matrix is quantised."""
 
     def begin(self, model: Any, attaches: bool = True) -> Any:
-        """Return the `Filling` that fills the matrices of a model once."""
+        """Return the `Filling` that collects the codes of a model's matrices, and fills them once."""
