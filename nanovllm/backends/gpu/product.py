@@ -51,8 +51,10 @@ Tiles = tuple[tuple[int, Tile], ...]
 """Tiles, each after the most rows of x for which it is taken: of tokens, if there are experts."""
 
 CODES_TILES: Tiles = ((16, Tile(16, 32, 6, 4)), (64, Tile(64, 64, 3, 4)), (128, Tile(128, 64, 3, 8)))
-"""Few rows wait for memory alone: six stages have five steps' codes under way, three have two. For more rows than the
-last tile's, the matrix is dequantised."""
+"""Few rows wait for memory alone: six stages have five steps' codes under way, three have two."""
+
+MOST_CODES_ROWS = CODES_TILES[-1][0]
+"""For more rows the matrix is dequantised."""
 
 CODES_EXPERT_TILES: Tiles = ((128, Tile(16, 64, 3, 4)), (512, Tile(32, 64, 3, 4)), (MANY, Tile(128, 64, 3, 8)))
 
@@ -255,7 +257,7 @@ def _product_kernel(
             is_there = is_column
             if GROUPS > 1 and HAS_TAIL:  # groups beyond the last one meet inputs of zero
                 is_there = column < tl.where(group * GROUP < in_size, out_size, 0)
-            zero = column
+            zero = column  # any numbers: nobody reads them if there are no zeros
             if zeros_ptr is not None:
                 zero = tl.load(zeros_ptr + (group * out_size + column), mask=is_there, other=0)
             weight = tl.trans(read_numbers(codes, zero, BITS, NUMBERS, zeros_ptr is not None, TYPE))
@@ -452,7 +454,7 @@ def make_arrivals(laid: Laid) -> Tensor:
     if laid.rounds:
         most_tiles = max(count_places(tile, device) for _, tile in laid.tiles)  # with more, no sum is split
     else:
-        most_tiles = ceil_div(CODES_TILES[-1][0], 16) * ceil_div(laid.weight.shape[0], 32)
+        most_tiles = ceil_div(MOST_CODES_ROWS, 16) * ceil_div(laid.weight.shape[0], 32)  # of the smallest tiles
     return torch.zeros(most_tiles, dtype=torch.int32, device=device)
 
 
@@ -481,7 +483,11 @@ def product(
     if laid.arrivals is not None:
         parts, part_steps = split_steps(laid, tile, num_tiles)
     y = torch.empty(num_rows, out_size, dtype=x.dtype, device=x.device)
-    inputs, input_scales = (find_rounded(x) or round_inputs(x)) if laid.rounds else (x.contiguous(), None)
+    input_scales: Tensor | None = None
+    if laid.rounds:
+        inputs, input_scales = find_rounded(x) or round_inputs(x)
+    else:
+        inputs = x.contiguous()
     num_sums = num_tiles * parts * tile.rows * tile.columns if parts > 1 else 0
     sums = torch.empty(num_sums, dtype=torch.int32 if laid.rounds else torch.float32, device=x.device)
     arrivals = sums if laid.arrivals is None else laid.arrivals  # nobody reads them of experts

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from nanovllm.backends.gpu.dequantize import multiply_dequantized
 from nanovllm.backends.gpu.product import (
-    CODES_TILES,
+    MOST_CODES_ROWS,
     Laid,
     LaidScales,
     choose_step,
@@ -46,22 +46,22 @@ class TritonMatrix(TorchMatrix):
         """
         refuse_codes(codes)
         # Each of these tensors is there once: `rows` reads it in the order of `Codes`, the kernel in that of columns.
-        laid = replace(
+        by_column = replace(
             codes,
             codes=codes.codes.contiguous(),
             scales=codes.scales.map(_lay_by_column),
             zeros=None if codes.zeros is None else _lay_by_column(codes.zeros.to(torch.int32)),
             minima=None if codes.minima is None else codes.minima.map(_lay_by_column),
         )
-        super().__init__(laid, dtype)
+        super().__init__(by_column, dtype)
         self._laid = Laid(
-            laid.codes,
+            by_column.codes,
             bits=4 if codes.bits == 4 else 8,
             group_size=codes.group_size,
-            scales=_transpose(laid.scales),
-            zeros=None if laid.zeros is None else laid.zeros.mT,
+            scales=_transpose(by_column.scales),
+            zeros=None if by_column.zeros is None else by_column.zeros.mT,
             rounds=codes.input_scales is not None,
-            minima=_transpose(laid.minima),
+            minima=_transpose(by_column.minima),
             numbers=None if codes.numbers is None else pack_numbers(codes.numbers.tolist()),
         )
         if codes.codes.dim() == 2:
@@ -73,7 +73,7 @@ class TritonMatrix(TorchMatrix):
         """x [n, in] -> x W^T + bias [n, out]. The codes' columns may have another order than those of x."""
         if self._codes.order is not None:
             x = x.index_select(1, self._codes.order)
-        if len(x) > CODES_TILES[-1][0] and not self._laid.rounds:
+        if len(x) > MOST_CODES_ROWS and not self._laid.rounds:
             return multiply_dequantized(x, self._laid, bias)
         return product(x, self._laid, bias)
 
@@ -129,9 +129,8 @@ class Operators(MatrixOperators):
         if old is None:
             return new
         old._codes.codes.copy_(new._codes.codes)
-        old._codes.scales.values.copy_(
-            new._codes.scales.values
-        )  # zeros and orders are a checkpoint's, which is never replaced
+        old._codes.scales.values.copy_(new._codes.scales.values)
+        # Zeros and orders are a checkpoint's, which is never replaced.
         return old
 
     def why_cannot(self, format: Format) -> str | None:

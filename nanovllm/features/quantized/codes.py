@@ -79,7 +79,7 @@ class Scales:
             return Scales(self.values[..., groups])
         owners = groups // self.groups_per_value
         runs = torch.unique_consecutive(owners, return_counts=True)[1].tolist()
-        shared = math.gcd(*runs)
+        shared = math.gcd(*runs)  # each run can be cut into pieces of so many groups
         return Scales(self.values[..., owners[::shared]], self.factors[..., groups])
 
 

@@ -15,11 +15,15 @@ Weights = Codes | Tensor
 """A part of a parameter: rows [..., n, in], as codes or, if a checkpoint does not quantise them, as numbers."""
 
 
-def count_lacking(parts: Collection[Weights], parameter: nn.Parameter) -> tuple[int, bool]:
-    """Return how many rows of a parameter the parts lack, and whether all of these are padding, which has no part."""
+def are_whole(parts: Collection[Weights], parameter: nn.Parameter) -> bool:
+    """Return whether the parts fill a parameter, but for its padding, which has no part."""
+    return _count_lacking(parts, parameter) * parameter.shape[-1] <= getattr(parameter, "padding", 0)
+
+
+def _count_lacking(parts: Collection[Weights], parameter: nn.Parameter) -> int:
+    """Return how many rows of a parameter the parts lack."""
     num_rows = sum(math.prod(_rows_of(part).shape[:-1]) for part in parts)
-    num_lacking = math.prod(parameter.shape[:-1]) - num_rows
-    return num_lacking, num_lacking * parameter.shape[-1] <= getattr(parameter, "padding", 0)
+    return math.prod(parameter.shape[:-1]) - num_rows
 
 
 def join_parts(parts: Sequence[Weights], parameter: nn.Parameter) -> list[Weights]:
@@ -33,21 +37,21 @@ def join_parts(parts: Sequence[Weights], parameter: nn.Parameter) -> list[Weight
     Raises:
         ValueError: the same part has different forms in several experts. They may have different orders of columns.
     """
-    num_lacking, is_whole = count_lacking(parts, parameter)
-    if not is_whole:
+    num_lacking = _count_lacking(parts, parameter)
+    if not are_whole(parts, parameter):
         raise RuntimeError(f"{num_lacking} rows of a quantised matrix have not been filled")
     num_experts = parameter.shape[0] if parameter.dim() > _rows_of(parts[0]).dim() else 1
     per_expert = len(parts) // num_experts
-    columns = [parts[i::per_expert] for i in range(per_expert)]
-    for column in columns:
-        if len({_describe(part) for part in column}) > 1:
+    of_experts = [parts[i::per_expert] for i in range(per_expert)]  # each part, in all experts
+    for same in of_experts:
+        if len({_describe(part) for part in same}) > 1:
             raise ValueError("its form differs from that of the same matrix in another expert")
     runs: list[list[Sequence[Weights]]] = []
-    for column in columns:
-        if runs and _are_alike(runs[-1][-1], column):
-            runs[-1].append(column)
+    for same in of_experts:
+        if runs and _are_alike(runs[-1][-1], same):
+            runs[-1].append(same)
         else:
-            runs.append([column])
+            runs.append([same])
     outer = parameter.shape[:-2]
     padding = [0] * (len(runs) - 1) + [num_lacking]
     return [_join(run, outer, rows) for run, rows in zip(runs, padding, strict=True)]
@@ -62,11 +66,11 @@ def _describe(part: Weights) -> tuple[object, ...]:
     return part.describe_form() if isinstance(part, Codes) else (part.dtype,)
 
 
-def _are_alike(column: Sequence[Weights], other: Sequence[Weights]) -> bool:
+def _are_alike(part: Sequence[Weights], other: Sequence[Weights]) -> bool:
     """Return whether a part and its neighbour, both given of each expert, can be one matrix."""
-    if _describe(column[0]) != _describe(other[0]):
+    if _describe(part[0]) != _describe(other[0]):
         return False
-    pairs = zip(column, other, strict=True)
+    pairs = zip(part, other, strict=True)
     orders = [(a.order, b.order) for a, b in pairs if isinstance(a, Codes) and isinstance(b, Codes)]
     return all(torch.equal(a, b) for a, b in orders if a is not None and b is not None)
 

@@ -1,7 +1,7 @@
 """Fills a model with quantised matrices: tensors become codes as they are read, and whole modules are laid."""
 
 import logging
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ from nanovllm.config import ResolvedConfig
 from nanovllm.features.quantized.checkpoints import find_format
 from nanovllm.features.quantized.codes import ELEMENTS_AT_A_TIME, Codes, quantize_int8
 from nanovllm.features.quantized.formats import INT8, Format, RawTensors
-from nanovllm.features.quantized.joining import Weights, count_lacking, join_parts
+from nanovllm.features.quantized.joining import Weights, are_whole, join_parts
 from nanovllm.features.quantized.torch_matrix import MatrixOperators
 from nanovllm.models.decoder import Decoder
 from nanovllm.models.layers.embedding import LMHead, VocabParallelEmbedding
@@ -118,10 +118,13 @@ def find_matrices(model: Decoder, format: Format) -> dict[str, ShardedLayer]:
     if format.bits == 16:
         return found
     for path, module in model.named_modules():
-        if isinstance(module, VocabParallelEmbedding):
-            if not model.tied if isinstance(module, LMHead) else model.tied and format.quantizes_head:
-                found[path] = module
-        elif isinstance(module, ShardedLayer) and module.list_matrices():
+        if isinstance(module, LMHead):
+            may_be = not model.tied
+        elif isinstance(module, VocabParallelEmbedding):
+            may_be = model.tied and format.quantizes_head
+        else:
+            may_be = isinstance(module, ShardedLayer) and len(module.list_matrices()) > 0
+        if may_be:
             found[path] = module
     return found
 
@@ -184,12 +187,13 @@ class Filling:
         for path, name, target in find_module_targets(self._model, names):
             prefix = name.removesuffix(".weight")
             stored = self._find_tensors(name, target, names)
-            tensors = {f"{prefix}{self.format.joint}{suffix}": (suffix, *facts) for suffix, facts in stored.items()}
-            if not stored and not self.has_codes(path, target.view):
+            if stored:  # {name of a tensor that makes the matrix: its suffix, shape and possible number formats}
+                tensors = {f"{prefix}{self.format.joint}{suffix}": (suffix, *facts) for suffix, facts in stored.items()}
+            elif self.has_codes(path, target.view):  # there are numbers, which are rounded, or kept beside codes
+                tensors = {name: ("", target.shape, target.dtypes)}
+            else:
                 yield path, name, target
                 continue
-            if not stored:
-                tensors = {name: ("", target.shape, target.dtypes)}
             part = Part(self, path, prefix, target, len(tensors))
             view = target.view
             for own_name, (suffix, shape, dtypes) in tensors.items():
@@ -244,7 +248,7 @@ class Filling:
         """Lay the matrices of a module of the model if all their parts have come."""
         module = self._modules[path]
         matrices = module.list_matrices()
-        if self._attaches and all(count_lacking(self._parts.get(id(one), {}).values(), one)[1] for one in matrices):
+        if self._attaches and all(are_whole(self._parts.get(id(one), {}).values(), one) for one in matrices):
             self.attach(path, module, self._model)
 
     def attach(self, path: str, module: nn.Module, model: Decoder) -> None:
@@ -319,9 +323,10 @@ class Part:
         filling = self.filling
         view = self.place.view
         if not filling.has_codes(self.path, view):  # a router or an embedding, say, however it was stored
-            for place, source in (
-                split_rows(self.place, weights) if isinstance(weights, Codes) else [(self.place, weights)]
-            ):
+            pieces: Iterable[tuple[WeightTarget, Any]] = [(self.place, weights)]
+            if isinstance(weights, Codes):
+                pieces = split_rows(self.place, weights)
+            for place, source in pieces:
                 place.fill(source, Tensor.copy_)
             return
         *_, rows, columns = self.place.slices
@@ -330,11 +335,12 @@ class Part:
             filling.put(self.path, view, weights.take_rows(rows).take_columns(columns))
         else:
             everything = slice(None)
-            for expert in [()] if view.dim() == 2 else [(i,) for i in range(len(view))]:
+            experts: list[tuple[int, ...]] = [()] if view.dim() == 2 else [(i,) for i in range(len(view))]
+            for expert in experts:
                 if view.stride(-1) == 1:
                     values = weights[(*expert, rows, everything)]
                     share = columns
-                else:
+                else:  # transposed: see `place`
                     values = weights[(*expert, everything, columns)].T
                     share = rows
                 values = values.to(filling.device)

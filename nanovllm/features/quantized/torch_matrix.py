@@ -101,10 +101,8 @@ class SideBySide:
 def product(x: Tensor, codes: Codes, dtype: torch.dtype, bias: Tensor | None) -> Tensor:
     """x [n, in] -> x W^T + bias [n, out]. Inputs keep their type, which is `dtype`, or are rounded as the codes say."""
     if codes.input_scales is not None:
-        by_token = codes.input_scales is InputScales.TOKEN
-        return (multiply_rounded_tokens if by_token else multiply_rounded)(
-            x, codes.codes, codes.scales.values[:, 0], bias
-        )
+        multiply = multiply_rounded_tokens if codes.input_scales is InputScales.TOKEN else multiply_rounded
+        return multiply(x, codes.codes, codes.scales.values[:, 0], bias)
     y = torch.empty(x.shape[0], codes.out_features, dtype=x.dtype, device=x.device)
     height = max(1, ELEMENTS_AT_A_TIME // codes.in_features)  # rows at a time, so that float32 copies stay small
     for start in range(0, codes.out_features, height):
