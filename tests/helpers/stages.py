@@ -1,16 +1,23 @@
 """A pipeline whose stages are all in this process. A random one of those that can go on runs its next plan."""
 
+import itertools
+import os
 import random
+import signal
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import pytest
 import torch
 from torch import Tensor
 
+from nanovllm import LLM
 from nanovllm.config import EngineConfig, ResolvedConfig
 from nanovllm.engine.interfaces import Handle
 from nanovllm.engine.plan import IntArray, StepPlan
@@ -31,6 +38,22 @@ def resolve_with_overlap(asked: EngineConfig, config: ResolvedConfig, is_describ
     """Return the options as over NCCL, where rank 0 hands tokens over on the device. Takes `resolve_ranks`' place."""
     resolved = _resolve_ranks(asked, config, is_described)
     return replace(resolved, depth=resolved.depth + (config.speculative_config is None))
+
+
+@contextmanager
+def ctrl_c_at_launch(llm: LLM, number: int) -> Iterator[None]:
+    """Send a Ctrl-C at the launch with this number, counted from 1. The block must raise it."""
+    runner = llm.engine.runner
+    launch = runner.launch
+    count = itertools.count(1)
+
+    def interrupt(*args: Any) -> Any:
+        if next(count) == number:
+            os.kill(os.getpid(), signal.SIGINT)
+        return launch(*args)
+
+    with mock.patch.object(runner, "launch", interrupt), pytest.raises(KeyboardInterrupt):
+        yield
 
 
 class LocalGroup:

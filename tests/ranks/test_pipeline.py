@@ -4,11 +4,9 @@ tests/ranks/test_pipeline_ranks.py has processes.
 """
 
 import itertools
-import os
 import random
 import re
-import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.integrity import check_scheduler
-from helpers.stages import LocalPipeline, resolve_with_overlap
+from helpers.stages import LocalPipeline, ctrl_c_at_launch, resolve_with_overlap
 from helpers.tiny import draw_prompts, save_random
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
@@ -364,22 +362,10 @@ def test_the_rows_of_aborted_sequences_serve_others_while_steps_in_flight_have_t
     assert engine.scheduler.block_manager.num_used == 0
 
 
-def test_ctrl_c_with_steps_in_flight_leaves_the_engine_whole(
-    llm: LLM, expected: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    launch: Callable[..., Any] = llm.engine.runner.launch
-    for step in (2, 9):
-        count = itertools.count(1)
-
-        def interrupt(*args: Any, step: int = step, count: Iterator[int] = count) -> Any:
-            if next(count) == step:
-                os.kill(os.getpid(), signal.SIGINT)
-            return launch(*args)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(llm.engine.runner, "launch", interrupt)
-            with pytest.raises(KeyboardInterrupt):
-                generate(llm)
+def test_ctrl_c_with_steps_in_flight_leaves_the_engine_whole(llm: LLM, expected: list[Any]) -> None:
+    for number in (2, 9):
+        with ctrl_c_at_launch(llm, number):
+            generate(llm)
     assert generate(llm) == expected
 
 

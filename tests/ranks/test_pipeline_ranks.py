@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.integrity import check_scheduler
-from helpers.stages import resolve_with_overlap
+from helpers.stages import ctrl_c_at_launch, resolve_with_overlap
 from helpers.tiny import draw_prompts, save_random
 
 from nanovllm import LLM, SamplingParams
@@ -97,26 +97,13 @@ def test_two_processes_give_the_bits_of_one(two: LLM, expected: list[Any]) -> No
 
 
 @pytest.mark.slow
-def test_leaving_and_ctrl_c_with_steps_in_flight_leave_two_processes_whole(
-    two: LLM, expected: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_leaving_and_ctrl_c_with_steps_in_flight_leave_two_processes_whole(two: LLM, expected: list[Any]) -> None:
     stream = two.stream(([1, 2, number], SamplingParams(max_tokens=9 + number)) for number in range(9))
     next(stream)
     assert two.engine._in_flight
     stream.close()  # type: ignore[attr-defined]
-    launch = two.engine.runner.launch
-    launched: list[Any] = []
-
-    def interrupt(*args: Any) -> Any:
-        launched.append(args)
-        if len(launched) == 5:
-            os.kill(os.getpid(), signal.SIGINT)
-        return launch(*args)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(two.engine.runner, "launch", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            generate(two)
+    with ctrl_c_at_launch(two, 5):
+        generate(two)
     assert strip(generate(two)) == strip(expected)
 
 
