@@ -143,37 +143,6 @@ def read_files(
     return folder, weights, hf_config, facts
 
 
-def assemble(
-    config: ResolvedConfig,
-    facts: ModelFacts,
-    tokenizer: Tokenizer | None,
-    runner: "ModelRunner | LeadingRunner",
-    num_blocks: int,
-    engine_class: Callable[..., LLMEngine] = LLMEngine,
-) -> LLMEngine:
-    """Put an engine together around a runner whose KV cache has so many blocks."""
-    tokenizer_ends = frozenset[int]() if tokenizer is None else tokenizer.eos_token_ids
-    eos_token_ids = (facts.eos_token_ids | tokenizer_ends).intersection(range(config.vocab_size))
-    parser = load_parser(config, tokenizer)
-    scheduler, observers = make_scheduler(config, runner, num_blocks, tokenizer)
-
-    def make_editor() -> "Editing":
-        from nanovllm.features.edits.editing import Editing
-
-        return Editing(config, tokenizer, eos_token_ids, parser.thinking if parser is not None else None)
-
-    return engine_class(
-        config,
-        runner,
-        scheduler,
-        replace(facts, eos_token_ids=eos_token_ids),
-        make_editor=make_editor,
-        tokenizer=tokenizer,
-        observers=observers,
-        parse=parser.parse if parser is not None else None,
-    )
-
-
 def find_config(model: str, revision: str | None, load_format: str) -> tuple[ModelFolder | None, str, dict[str, Any]]:
     """Return a model's folder, the source of its config.json, and the content of that.
 
@@ -315,6 +284,37 @@ def make_quantizer(config: ResolvedConfig, hf_config: "PretrainedConfig") -> "Mo
     from nanovllm.features.quantized.loading import ModelQuantizer
 
     return ModelQuantizer(config, hf_config)
+
+
+def assemble(
+    config: ResolvedConfig,
+    facts: ModelFacts,
+    tokenizer: Tokenizer | None,
+    runner: "ModelRunner | LeadingRunner",
+    num_blocks: int,
+    engine_class: Callable[..., LLMEngine] = LLMEngine,
+) -> LLMEngine:
+    """Put an engine together around a runner whose KV cache has so many blocks."""
+    tokenizer_ends = frozenset[int]() if tokenizer is None else tokenizer.eos_token_ids
+    eos_token_ids = (facts.eos_token_ids | tokenizer_ends).intersection(range(config.vocab_size))
+    parser = load_parser(config, tokenizer)
+    scheduler, observers = make_scheduler(config, runner, num_blocks, tokenizer)
+
+    def make_editor() -> "Editing":
+        from nanovllm.features.edits.editing import Editing
+
+        return Editing(config, tokenizer, eos_token_ids, parser.thinking if parser is not None else None)
+
+    return engine_class(
+        config,
+        runner,
+        scheduler,
+        replace(facts, eos_token_ids=eos_token_ids),
+        make_editor=make_editor,
+        tokenizer=tokenizer,
+        observers=observers,
+        parse=parser.parse if parser is not None else None,
+    )
 
 
 def make_scheduler(

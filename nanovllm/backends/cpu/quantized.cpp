@@ -87,7 +87,8 @@ template <class P, class Body> void with_format(int64_t number, Body body) {
 
 extern "C" {
 
-// Exports the template `name` of a format, for left sides of both types.
+// Exports the template `name` of a format, for left sides of both types T: see EXPORT_CALL. A kernel takes a matrix as
+// TENSORS and SIZES, of which MATRIX makes a `Quantized`.
 #define EXPORT_CODES(name, arguments, ...)                                                                   \
     EXPORT_CALL(name, with_format<T>(format, [&](auto chosen) { name<decltype(chosen)> arguments; }), __VA_ARGS__, \
                 int64_t format)

@@ -18,6 +18,9 @@
 //     group     inputs in a row that share a scale          step      the inputs that one multiply-add takes: one of
 //     left      the rows of x, the left side                          float32, or two of bfloat16 in a 32-bit lane
 //     right     numbers of a step, widened to x's type      register  PART_LANES columns of a panel
+//     DEPTH     steps of a block of the left side, whose    tile      rows and columns whose sums stay in registers: at
+//               rows are LEFT_ROW steps apart                         most MAX_TILE_ROWS rows
+//     piece     rows that are computed together             share     gives a piece of some items to each thread
 //
 // An element of a product is the sum over groups of
 //     scale (sum of x number - zero (sum of x)) - minimum (sum of x),
@@ -99,12 +102,14 @@ struct NibbleTables {
 };
 template <Nibbles NIBBLES> constexpr NibbleTables NIBBLE_TABLES{NIBBLES};
 
-// The formats say how a chunk of BYTES bytes stores codes, which have BITS bits before they are packed. It has INPUTS
-// inputs of the PANEL columns, which make STEPS steps. Codes of ZERO stand where there are no inputs. `place` says where
-// the code of a column and an input lies, counted in codes. `put` writes a chunk from rows of codes that are `row` bytes
-// apart, one for each column. `right` gives register v of the panel's columns for a step, in the way that is fastest for
-// so many ROWS; WIDENS_FAST says that this takes no longer than to load a register. `numbers` gives the same for one
-// input as whole numbers, and `code` a single code. HAS_SMALL_GROUPS says whether small groups have a loop of their own.
+// The formats say how a chunk stores codes:
+//     BITS              of a code before it is packed           BYTES, INPUTS, STEPS    of a chunk
+//     ZERO              fills a chunk where there are no inputs
+//     place(column, k)  where a code lies, counted in codes     put     writes a chunk from PANEL rows of codes
+//     right             register v of the columns of a step     numbers the same of one input, as whole numbers
+//     code              the number of a single code
+//     WIDENS_FAST       whether `right` takes no longer than to load a register
+//     HAS_SMALL_GROUPS  whether small groups have a loop of their own
 
 // Bytes from -127 to 127; with WHOLE, -128 too.
 template <class P, bool WHOLE> struct Int8 {

@@ -113,8 +113,8 @@ class CpuMatrix:
 
     def widen_rows(self, out: int) -> None:
         """From now on results have rows of `out` elements, of which this matrix gives some: see `CpuSideBySide`."""
-        *sizes, _, form = self._laid.sizes
-        self._laid = self._laid._replace(sizes=(*sizes, out, form))
+        *first, _, form = self._laid.sizes  # see `lay_codes`
+        self._laid = self._laid._replace(sizes=(*first, out, form))
 
     def rows(self, indices: Tensor) -> Tensor:
         """Return the weights of the rows [n, in] at indices [n], rounded to the dtype."""
@@ -188,12 +188,13 @@ def lay_codes(codes: Codes, dtype: torch.dtype) -> Laid:
     if codes.zeros is not None:
         zeros = _by_panel(codes.zeros.float() - (8 if codes.bits == 4 else 0))
     scales = codes.scales.map(_by_panel)
-    tensors = [packed, scales.values, scales.factors, None, None, zeros]
+    tensors = [packed, scales.values, scales.factors, None, None, zeros]  # None: there are no minima
     if codes.minima is not None:
         minima = codes.minima.map(_by_panel)
         tensors[3:5] = minima.values, minima.factors
     return_freed_memory()
     halves = scales.values.dtype == torch.float16
+    # The last size is the distance of the result's rows, which `widen_rows` changes.
     sizes = (in_features, out_features, min(group, in_features), codes.scales.groups_per_value, halves, out_features)
     return Laid(library, "linear_codes", "grouped_codes", "weight_rows", tuple(tensors), (*sizes, form))
 

@@ -59,7 +59,7 @@ def _floats(blocks: Tensor, start: int) -> Tensor:
 
 
 def _fields(stored: Tensor, run: int, shifts: Sequence[int], mask: int) -> Tensor:
-    """Unpack bytes [n, m]: `run` of them hold the first fields of `run` numbers, then the second fields of others.
+    """Unpack numbers of a few bits from bytes [n, m]: of each `run` bytes those at the first shift, then the next ones.
 
     Returns:
         uint8 [n, m * len(shifts)].

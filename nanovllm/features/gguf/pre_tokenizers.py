@@ -70,10 +70,8 @@ CASED = (
 """Letters of scripts with two cases, as DeepSeek lists them: escaped, because some look like others."""
 
 CJK = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
-DEEPSEEK_LLM = (
-    *map(split, ("[\r\n]", rf"\s?[{CASED}]+", "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+")),
-    *map(split, (r"\s+$", CJK)),
-)
+SIGNS_OF_EAST_AND_WEST = "[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+"
+DEEPSEEK_LLM = tuple(map(split, ("[\r\n]", rf"\s?[{CASED}]+", rf"\s?{SIGNS_OF_EAST_AND_WEST}", r"\s+$", CJK)))
 DEEPSEEK_CODER = tuple(map(split, ("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", CJK)))
 DEEPSEEK_V3 = (
     split(r"\p{N}{1,3}"),

@@ -8,15 +8,17 @@ bytes that are there before anything is read. The format is llama.cpp's
 import mmap
 import re
 import struct
-from collections.abc import Mapping
-from functools import cache
+from collections.abc import Callable, Mapping
+from functools import cache, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from nanovllm.models.model_folder import check_is_file
 from nanovllm.utils.checks import quote
+
+Value = TypeVar("Value")
 
 MAGIC = b"GGUF"
 VERSION = 3
@@ -97,7 +99,7 @@ def list_splits(path: Path) -> list[Path]:
 def check_splits(files: list[Path], metadata: list[dict[str, Any]], num_tensors: list[int]) -> None:
     """Raise a ValueError if what files say of their number, of each other and of their tensors is not so."""
     for number, (file, own) in enumerate(zip(files, metadata, strict=True)):
-        facts = {
+        facts = {  # {key: (what the files show, what it is if a file does not say it)}
             "split.no": (number, 0 if len(files) == 1 else None),
             "split.count": (len(files), 1 if len(files) == 1 else None),
             "split.tensors.count": (sum(num_tensors), sum(num_tensors)),
@@ -124,7 +126,7 @@ def read_header(path: Path) -> tuple[dict[str, Any], dict[str, Place]]:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from error
     cursor = Cursor(data, path, size)
     num_tensors, num_keys = read_start(cursor)
-    metadata = read_metadata(cursor, num_keys)
+    metadata = read_named(cursor, "key", num_keys, read_value)
     return metadata, read_places(cursor, num_tensors, read_alignment(metadata, path))
 
 
@@ -187,7 +189,7 @@ class Cursor:
         texts = []
         limit = len(self._data)
         for _ in range(count):
-            at = self.at + LENGTH.size
+            at = self.at + LENGTH.size  # where the text begins, behind its length
             end = at + LENGTH.unpack_from(self._data, self.at)[0] if at <= limit else at
             if end > limit:
                 raise self.fail(f"{what} ends at byte {end}, and {limit} bytes are there")
@@ -235,20 +237,22 @@ def read_start(cursor: Cursor) -> tuple[int, int]:
     return num_tensors, cursor.read_count(LEAST_KEY, "the number of keys")
 
 
-def read_metadata(cursor: Cursor, count: int) -> dict[str, Any]:
-    metadata: dict[str, Any] = {}
+def read_named(cursor: Cursor, what: str, count: int, read: Callable[[Cursor], Value]) -> dict[str, Value]:
+    """Return {name: what `read` returns} of so many keys, or tensors. Each has its name in front."""
+    found: dict[str, Value] = {}
     for number in range(count):
-        cursor.place = f"key {number} of {count}"
-        key = cursor.read_text("its name", MOST_NAME)
-        cursor.place = f"key {quote(key)}"
-        if key in metadata:
+        cursor.place = f"{what} {number} of {count}"
+        name = cursor.read_text("its name", MOST_NAME)
+        cursor.place = f"{what} {quote(name)}"
+        if name in found:
             raise cursor.fail("it is there twice")
-        metadata[key] = read_value(cursor, cursor.read("I", "its type"))
-    return metadata
+        found[name] = read(cursor)
+    return found
 
 
-def read_value(cursor: Cursor, kind: int) -> Any:
+def read_value(cursor: Cursor) -> Any:
     """Return a value of metadata: a number, a bool, a text, or a list of one of these."""
+    kind = cursor.read("I", "its type")
     if kind == STRING:
         return cursor.read_text("its value")
     if kind in SCALARS:
@@ -276,18 +280,11 @@ def read_alignment(metadata: Mapping[str, Any], path: Path) -> int:
 
 def read_places(cursor: Cursor, count: int, alignment: int) -> dict[str, Place]:
     """Read the descriptions of the tensors, which end the header."""
-    found: dict[str, Place] = {}
-    for number in range(count):
-        cursor.place = f"tensor {number} of {count}"
-        name = cursor.read_text("its name", MOST_NAME)
-        cursor.place = f"tensor {quote(name)}"
-        if name in found:
-            raise cursor.fail("it is there twice")
-        found[name] = read_place(cursor, alignment)
+    found = read_named(cursor, "tensor", count, partial(read_place, alignment=alignment))
     start = -(-cursor.at // alignment) * alignment
     last_end = start
     last_name = ""
-    placed: dict[str, Place] = {name: one._replace(offset=start + one.offset) for name, one in found.items()}
+    placed = {name: one._replace(offset=start + one.offset) for name, one in found.items()}
     for name, one in sorted(placed.items(), key=lambda item: item[1].offset):
         what = f"{cursor.path}: tensor {quote(name)}"
         if one.offset < last_end:
