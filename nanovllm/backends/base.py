@@ -154,7 +154,7 @@ class Backend:
         return torch.zeros(shape, dtype=dtype, device=device)
 
     def prepare_weights(self, weights: Iterable[Tensor]) -> None:
-        """Called on the empty parameters before weights are loaded."""
+        """Prepare the memory of empty parameters, by larger pages, say. Called before weights are loaded."""
 
     def pack_weights(self, modules: Iterable[nn.Module]) -> None:
         """Change the weights to the form that this backend multiplies fastest. Called when they are loaded."""

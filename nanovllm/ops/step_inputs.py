@@ -74,12 +74,12 @@ def step_inputs_reference(
     num_tokens = len(token_ids)
     padding_row = len(last_token) - 1
     ends = num_scheduled.cumsum(0, dtype=torch.int32)
-    indices = torch.arange(max(num_seqs, num_tokens), dtype=torch.int32, device=rows.device)
+    indices = torch.arange(num_tokens, dtype=torch.int32, device=rows.device)  # each sequence has a token or more
     seq_of_token = indices[:num_seqs].repeat_interleave(num_scheduled, output_size=num_tokens)
     seq_lens = num_computed + num_scheduled
     # A token's position minus its index in the step is the same number for all tokens of a sequence. For the last one
     # these are seq_lens - 1 and ends - 1, so the number is seq_lens - ends.
-    positions = indices[:num_tokens] + (seq_lens - ends)[seq_of_token]
+    positions = indices + (seq_lens - ends)[seq_of_token]
     block_tables = block_tables[rows]
     blocks = block_tables[seq_of_token, positions // block_size].long()
     slots = blocks * block_size + positions % block_size

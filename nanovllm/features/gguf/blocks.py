@@ -153,6 +153,7 @@ def _iq4_nl(blocks: Tensor) -> Blocks:
 
 
 def _iq4_xs(blocks: Tensor) -> Blocks:
+    # The low four bits of each scale, and its upper two.
     low = torch.stack((blocks[:, 4:8] & 15, blocks[:, 4:8] >> 4), 2).view(-1, 8)
     high = torch.stack([blocks[:, 2:4] >> shift & 3 for shift in (0, 2, 4, 6)], 2).view(-1, 8)
     scales = Scales(_floats(blocks, 0), _signed(low | high << 4, 32))

@@ -1,8 +1,7 @@
 """A tokenizer of SentencePiece in a GGUF file, as the parts of a tokenizer.json: "llama" and "gemma4".
 
-The ids are those of the tokenizer.json that transformers makes of the original's tokenizer.model, which differs from
-SentencePiece itself in rare texts: the pieces that are merged first are the same, but not always where two pairs make
-the same piece.
+The ids are those of the tokenizer.json that transformers makes of the original's tokenizer.model. SentencePiece itself
+gives others in rare texts: where two pairs make the same piece, it may merge the other pair first.
 """
 
 import math

@@ -238,13 +238,13 @@ def find_format(asked: str | None, hf_config: "PretrainedConfig") -> Format | No
     if asked in (None, method, format.name):
         return format
     if asked in (INT8_DYNAMIC.name, W8A8.name) and format.bits < 16:
-        fits = format.bits == 8 and format.group_size is None and not format.has_zeros
-        if asked == W8A8.name and fits:
+        fits_w8a8 = format.bits == 8 and format.group_size is None and not format.has_zeros
+        if asked == W8A8.name and fits_w8a8:
             return replace(format, name=asked, input_scales=W8A8.input_scales)
         need = "it must have codes of 8 bits without zeros, and one scale a row"
         if asked == INT8_DYNAMIC.name:
             need = "int8-dynamic rounds weights while they are read"
-        instead = ', or use "w8a8" on a GPU' if fits else ": then products are exact"
+        instead = ', or use "w8a8" on a GPU' if fits_w8a8 else ": then products are exact"
         raise ValueError(
             f"quantization is {quote(asked)}, and the checkpoint ({method}) has {describe_codes(format)}; {need}: "
             f"leave the option out{instead}"
