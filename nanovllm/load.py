@@ -68,7 +68,7 @@ def load_engine(asked: EngineConfig) -> LLMEngine:
 def make_engine(asked: EngineConfig) -> LLMEngine:
     """Load a model and what belongs to it: see `load_engine`, which adds advice to errors."""
     check_memory_limits()  # those of the operating system, of this process's memory
-    folder, weights, hf_config, facts = read_files(asked)
+    folder, checkpoint, hf_config, facts = read_files(asked)
     if asked.data_parallel_size > 1:
         from nanovllm.features.distributed.replicas import load_replicas
 
@@ -84,7 +84,7 @@ def make_engine(asked: EngineConfig) -> LLMEngine:
     with ThreadPoolExecutor(1) as pool, ExitStack() as on_error:
         # The tokenizer is read in a thread beside the weights, whose reading needs little Python.
         tokenizer_to_be = pool.submit(read_tokenizer, asked.tokenizer, folder, config.max_model_len)
-        runner, allocate_cache = load_runner(config, hf_config, weights)
+        runner, allocate_cache = load_runner(config, hf_config, checkpoint)
         on_error.callback(runner.close)
         tokenizer = tokenizer_to_be.result()
         num_blocks = allocate_cache()
@@ -103,8 +103,8 @@ def read_files(
     """Find a model, and read what its files say, the weights aside.
 
     Returns:
-        The model's folder, None for a shape (a published configuration without weights); the folder of its weights,
-        None for random ones; its configuration; and its facts, whose end-of-sequence tokens are those of
+        The model's folder, None for a shape (a published configuration without weights); the same folder as checkpoint,
+        None for random weights; its configuration; and its facts, whose end-of-sequence tokens are those of
         generation_config.json, or else of config.json.
 
     Raises:
@@ -113,14 +113,14 @@ def read_files(
     folder, source, data = find_config(asked.model, asked.revision, asked.load_format)
     if asked.tokenizer is not None:
         find_tokenizer(asked.tokenizer)  # a wrong name is refused before weights are read
-    weights = None if asked.load_format == "dummy" else folder
-    if weights is not None:
+    checkpoint = None if asked.load_format == "dummy" else folder
+    if checkpoint is not None:
         # Read while transformers is imported. Of a damaged checkpoint `fit_to_checkpoint` says later what is wrong: an
         # error of config.json comes first.
         with suppress(ValueError):
-            read_ahead(weights.files)
+            read_ahead(checkpoint.files)
     hf_config = load_model_config(data, source, asked.model_impl)
-    can_generate = fit_to_checkpoint(hf_config, weights)
+    can_generate = fit_to_checkpoint(hf_config, checkpoint)
     pooling = find_pooling(folder, hf_config.hidden_size)
     if pooling.refusal and not can_generate:  # the model could only make vectors
         raise ValueError(pooling.refusal)
@@ -138,9 +138,9 @@ def read_files(
         pooling=pooling,
         origin=source if folder is None else folder.path.absolute(),
         stand_ins={data[name]: name for name in STAND_INS if isinstance(data.get(name), int)},
-        stamps=() if weights is None else weights.stamps,
+        stamps=() if checkpoint is None else checkpoint.stamps,
     )
-    return folder, weights, hf_config, facts
+    return folder, checkpoint, hf_config, facts
 
 
 def find_config(model: str, revision: str | None, load_format: str) -> tuple[ModelFolder | None, str, dict[str, Any]]:
@@ -214,40 +214,40 @@ def _resolve_options(asked: EngineConfig, hf_config: "PretrainedConfig", gpu_mem
 
 
 def load_runner(
-    config: ResolvedConfig, hf_config: "PretrainedConfig", weights: ModelFolder | None
+    config: ResolvedConfig, hf_config: "PretrainedConfig", checkpoint: ModelFolder | None
 ) -> tuple["ModelRunner | LeadingRunner", Callable[[], int]]:
     """Load the model on one device, or on several ranks.
 
     Args:
-        weights: the checkpoint's folder; None for random weights.
+        checkpoint: its folder; None for random weights.
 
     Returns:
         The runner, and the function that allocates its KV cache and returns the number of blocks.
     """
     if config.num_ranks == 1:
-        runner = make_runner(config, hf_config, weights, Parallel())
+        runner = make_runner(config, hf_config, checkpoint, Parallel())
         return runner, partial(make_cache, runner)
     from nanovllm.features.distributed.leader import LeadingRunner
 
-    leader = LeadingRunner(config, hf_config, weights, partial(make_runner, config, hf_config, weights))
+    leader = LeadingRunner(config, hf_config, checkpoint, partial(make_runner, config, hf_config, checkpoint))
     return leader, leader.make_cache
 
 
 def make_runner(
     config: ResolvedConfig,
     hf_config: "PretrainedConfig",
-    weights: ModelFolder | None,
+    checkpoint: ModelFolder | None,
     parallel: Parallel,
     runner_class: Callable[..., ModelRunner] = ModelRunner,
 ) -> ModelRunner:
     """Load one rank's share of the model, and the draft model beside it if there is one. Every rank calls this.
 
     Args:
-        weights: the checkpoint's folder; None for random weights.
+        checkpoint: its folder; None for random weights.
         runner_class: makes the runner.
     """
     quantizer = make_quantizer(config, hf_config)
-    if weights is None:
+    if checkpoint is None:
         from nanovllm.features.dummy_weights import fill_randomly
 
         std = getattr(hf_config, "initializer_range", 0.02)
@@ -263,7 +263,7 @@ def make_runner(
             parallel=parallel,
             quantizer=quantizer,
             config=hf_config,
-            folder=weights,
+            folder=checkpoint,
             unread=find_family(hf_config).unread,
             adapter=adapter,
         )

@@ -13,7 +13,7 @@ from nanovllm.engine.order import Order
 from nanovllm.engine.sequence import Request
 from nanovllm.outputs import Output
 
-HOLDER = Activity("submit()", "has requests in this engine: wait for their futures first, or use submit() here, too")
+ACTIVITY = Activity("submit()", "has requests in this engine: wait for their futures first, or use submit() here, too")
 """The run of this thread."""
 ENDING = "the program ends"
 
@@ -84,7 +84,7 @@ class EngineThread:
         try:
             while True:
                 order = Order(self._engine, self._take_requests(waiting))
-                with closing(self._engine.run(order, HOLDER)) as run:
+                with closing(self._engine.run(order, ACTIVITY)) as run:
                     for ended in run:
                         for seq in ended:
                             output = self._engine.make_output(seq)

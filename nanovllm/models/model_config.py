@@ -316,10 +316,11 @@ def find_row(architectures: list[Any], kind: Any) -> str | None:
         return named
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    own = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind)
+    usual: str | None = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind)
     has_pictures = bool(names) and names[0].endswith("ForConditionalGeneration")
-    is_spelling = own in FAMILIES and not has_pictures and names_causal_model(architectures, own)
-    return own if is_spelling else None
+    if usual in FAMILIES and not has_pictures and names_causal_model(architectures, usual):
+        return usual  # `architectures` spells it in another way
+    return None
 
 
 def names_causal_model(architectures: list[Any], causal: str) -> bool:

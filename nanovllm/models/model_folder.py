@@ -113,9 +113,9 @@ class ModelFolder:
     def files(self) -> list[Path]:
         """The safetensors files of the checkpoint.
 
-        If there is a model.safetensors, it is the checkpoint, as for transformers, unless an index names it among
-        others. Else the index names the files. Without an index they are all shards, or all files but those of
-        `FOREIGN`. It is a ValueError if there is none, or if one that the index or a shard's name tells of is missing.
+        As for transformers, it is the first of these that is there: a model.safetensors that the index does not name;
+        the files that the index names; all shards; all files but those of `FOREIGN`. It is a ValueError if there is
+        none, or if one that the index or a shard's name tells of is missing.
         """
         names = self.index
         if os.path.lexists(self.path / WHOLE) and WHOLE not in names:

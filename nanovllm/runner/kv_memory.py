@@ -72,7 +72,7 @@ def bound_length(runner: "ModelRunner") -> ResolvedConfig:
     """Return a runner's configuration with a max_model_len that its KV cache can have room for, at best.
 
     A model may say that it is made for any number of positions. Tables are made before the cache is, so long that no
-    cache needs longer ones.
+    cache needs longer ones. When the cache is there, `fit_length` lowers the length further.
 
     Raises:
         ValueError: the user gave a longer one.

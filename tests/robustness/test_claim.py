@@ -33,7 +33,7 @@ from safetensors.torch import load_file
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.claim import REFUSALS, State
 from nanovllm.engine.llm_engine import OPEN_RUN
-from nanovllm.features.sharing import HOLDER
+from nanovllm.features.sharing import ACTIVITY
 from nanovllm.outputs import Output
 from nanovllm.utils import forks
 
@@ -48,7 +48,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 LONG = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 TOLD = [
     " ".join(OPEN_RUN),
-    " ".join(HOLDER),
+    " ".join(ACTIVITY),
     *(REFUSALS[one] for one in (State.UNFINISHED, State.LOADING, State.ASLEEP)),
 ]
 REFUSED = re.compile("|".join([r"^[a-z_]+\(\) is running in this engine", *map(re.escape, TOLD)]))
