@@ -219,10 +219,7 @@ class LLMEngine:
         logger.warning(
             "a request with max_tokens=%d can get %d tokens at most: its prompt has %d, and both together have at most "
             "max_model_len=%d. Raise that, or lower max_tokens. Further requests of this call are not checked",
-            wanted,
-            room,
-            num_prompt,
-            self.config.max_model_len,
+            *(wanted, room, num_prompt, self.config.max_model_len),
         )
 
     def _note_shortage(self) -> None:
@@ -238,9 +235,7 @@ class LLMEngine:
         logger.warning(
             "the KV cache holds %d of %d sequences: the others wait, and one that must give up its room is computed "
             "again. To hold more: %s. This is said once",
-            num_held,
-            num_wanted,
-            advice,
+            *(num_held, num_wanted, advice),
         )
 
     def next_numbers(self, num_seqs: int) -> tuple[int, int]:

@@ -7,15 +7,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.plan import NO_LOGPROBS, ROW_SAMPLING, SAMPLER_COLUMNS, IntArray
+from nanovllm.engine.plan import NO_ENTRIES, NO_LOGPROBS, NO_NEW_ROWS, ROW_SAMPLING, SAMPLER_COLUMNS, IntArray
 from nanovllm.engine.sequence import NO_ROW, Sequence
 
 Rows = NDArray[np.intp]
 """Row numbers. numpy uses this type for indices; it would convert an array of int32 at each use."""
 
 NEVER = np.iinfo(np.int32).max
-_NO_NEW_ROWS = np.empty(0, ROW_SAMPLING)
-_NO_ENTRIES = np.empty((0, 3), np.int32)
 
 
 class RowTable:
@@ -162,7 +160,7 @@ class BlockTables:
     def take_new_entries(self) -> IntArray:
         """Return the (row, index, block) entries made since the last call, int32 [n, 3]."""
         if not self._new_entries:  # as in most steps
-            return _NO_ENTRIES
+            return NO_ENTRIES
         entries = np.array(self._new_entries, np.int32)
         self._new_entries.clear()
         return entries
@@ -233,7 +231,7 @@ class BlockTables:
 def pack_sampling(seqs: Seq[Sequence], vocab_size: int) -> NDArray[Any]:
     """Return ROW_SAMPLING [n]: the sampling values of sequences that have just moved in."""
     if not seqs:
-        return _NO_NEW_ROWS
+        return NO_NEW_ROWS
     # The fields have 32 bits. So large values are cut with min(): a larger value has the same effect.
     limits = [(name, vocab_size if type == "<i4" else 1e30) for name, type in SAMPLER_COLUMNS]
     rows = []

@@ -16,13 +16,11 @@ import numpy as np
 
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.interfaces import Scorer, Speculation
-from nanovllm.engine.plan import FAILED, LAST_TOKEN, IntArray, StepPlan, StepResult
+from nanovllm.engine.plan import FAILED, LAST_TOKEN, NO_TARGETS, IntArray, StepPlan, StepResult
 from nanovllm.engine.rows import BlockTables, Rows, RowTable, pack_sampling
 from nanovllm.engine.scheduled_step import ScheduledStep, Scored
 from nanovllm.engine.sequence import NO_ROW, Sequence
 from nanovllm.outputs import FinishReason
-
-_NO_TARGETS = np.empty(0, np.int32)
 
 
 class Scheduler:
@@ -231,7 +229,7 @@ class Scheduler:
         num_before = table.num_tokens[rows]
         is_complete = ends >= num_before  # whether the step computes the row's last token, and so samples the next one
         num_scored = np.zeros(len(rows), np.int32)
-        targets = _NO_TARGETS
+        targets = NO_TARGETS
         scored: Seq[Scored] = ()
         if self.scoring is not None and self.scoring.seqs:
             num_scored, targets, scored, has_output = self.scoring.choose_targets(rows, ends)
