@@ -511,6 +511,7 @@ def test_a_job_whose_every_line_names_another_model_ends_before_one_is_loaded(
         (b"\x04\x22\x4d\x18\x64\x40\xa7", "lz4cat "),
         (b"PK\x03\x04\x14\x00\x00", "unzip -p "),
         (b"7z\xbc\xaf\x27\x1c\x00\x04", "7z e -so "),
+        (gzip.compress(b"in.jsonl".ljust(512, b"\0") + b'{"prompt": "a"}\n'), "UTF-16 or binary"),
     ],
     ids=[
         "UTF-16",
@@ -527,6 +528,7 @@ def test_a_job_whose_every_line_names_another_model_ends_before_one_is_loaded(
         "LZ4",
         "zip",
         "7-Zip",
+        "tar in gzip",
     ],
 )
 def test_an_input_of_another_kind_is_named_once_for_all_lines(

@@ -154,7 +154,7 @@ def _check_kind(path: str, beginning: bytes) -> None:
                 f"the input {path} is packed with {kind}, and only gzip is unpacked here: "
                 f"{command} {shlex.quote(path)} > unpacked.jsonl"
             )
-    if beginning.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in beginning[:4]:
+    if beginning.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in beginning:
         raise InputError(f"the input {path} is UTF-16 or binary, not UTF-8: iconv -f UTF-16 -t UTF-8 converts it")
     if beginning.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
         raise InputError(f"the input {path} is one JSON array, not one request per line: jq -c '.[]' converts it")
