@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 from functools import cached_property
 from operator import itemgetter, methodcaller
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn
@@ -66,7 +67,8 @@ def make_logprobs(token_ids: Seq[int], values: Seq[float], ranks: Seq[int]) -> d
     return made
 
 
-class RequestMetrics(NamedTuple):
+@dataclass(frozen=True)
+class RequestMetrics:
     """When a request came, had its first token and ended, in seconds since 1970. The names are vLLM's."""
 
     arrival_time: float

@@ -198,7 +198,7 @@ def test_defaults_are_vllms_and_what_would_mean_something_else_is_refused(vllm: 
     with pytest.raises(ValueError, match="hf_overrides, which vLLM has, is not supported here"):
         vllm.LLM(BOX_MODEL, hf_overrides={"a": 1})
     with vllm.LLM(BOX_MODEL, **OPTIONS) as llm:
-        assert llm.llm_engine.model_config.max_model_len == 96
+        assert llm.llm_engine.model_config.max_model_len == llm.model_config.max_model_len == 96
         assert llm.llm_engine.vllm_config.parallel_config.data_parallel_size == 1
         assert llm.get_default_sampling_params() == vllm.SamplingParams(temperature=0.6, top_k=20, top_p=0.95)
         params = vllm.SamplingParams(temperature=0, ignore_eos=True)
@@ -454,12 +454,26 @@ def test_options_on_a_command_line_make_an_engine() -> None:
 
 def test_what_options_in_one_object_lack_says_what_to_do_instead() -> None:
     options = engine.EngineArgs("tiny-qwen3", max_num_seqs=3)
-    for name in ("create_engine_config", "kv_transfer_config", "mm_processor_kwargs"):
+    for name in ("kv_transfer_config", "mm_processor_kwargs"):
         with pytest.raises(AttributeError, match=f"^EngineArgs has no attribute '{name}': .{{15,}}"):
             getattr(options, name)
     with pytest.raises(AttributeError, match=r"^EngineArgs has no attribute 'max_num_seq'$"):
         options.max_num_seq  # noqa: B018
     assert copy.deepcopy(options) == options == pickle.loads(pickle.dumps(options))
+
+
+def test_what_ray_reads_of_engine_args_is_there_and_loggers_are_refused() -> None:
+    options = engine.EngineArgs("tiny-qwen3", max_num_seqs=3)
+    known = options.create_engine_config()
+    assert (known.scheduler_config.max_num_seqs, known.parallel_config.pipeline_parallel_size) == (3, 1)
+    default = engine.EngineArgs("tiny-qwen3").create_engine_config().scheduler_config.max_num_seqs
+    with VllmLLM("tiny-qwen3", device="cpu", dtype="float32", max_model_len=96) as llm:
+        assert llm.engine.config.max_num_seqs == default
+    for made in (NAMES["AsyncLLM"], engine.LLMEngine):
+        with pytest.raises(ValueError, match=r"stat_loggers.*llm\.stats\(\)"):
+            made.from_engine_args(options, stat_loggers=[print])
+        with pytest.raises(TypeError, match="stat_logger"):
+            made.from_engine_args(options, stat_logger=None)
 
 
 @pytest.mark.parametrize(

@@ -54,9 +54,10 @@ class AsyncLLM:
         self._may_run.set()
 
     @classmethod
-    def from_engine_args(cls, engine_args: EngineConfig) -> "AsyncLLM":
+    def from_engine_args(cls, engine_args: EngineConfig, **others: Any) -> "AsyncLLM":
         from nanovllm.apps.standin.llm import LLM
 
+        check_arguments(cls.from_engine_args, others)
         return cls(LLM.from_engine_args(engine_args))
 
     def generate(

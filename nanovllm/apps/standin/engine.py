@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from nanovllm.apps.standin.names import check_arguments, explain_missing
-from nanovllm.config import EngineConfig, EngineOptions
+from nanovllm.config import DEFAULT_NUM_SEQS, EngineConfig, EngineOptions
 from nanovllm.engine.sequence import Sequence
 from nanovllm.outputs import METRICS, Embedding, Logprob, Metric, Output
 from nanovllm.sampling_params import SamplingParams
@@ -43,6 +43,11 @@ class EngineArgs(EngineConfig):
         """Return the options among the arguments that a parser has read."""
         return cls(args.model, **{name: getattr(args, name) for name in EngineOptions.__annotations__})
 
+    def create_engine_config(self) -> SimpleNamespace:
+        """Return what Ray's processor reads of vLLM's configuration: limits that are options here."""
+        scheduler = SimpleNamespace(max_num_seqs=self.max_num_seqs or DEFAULT_NUM_SEQS)
+        return SimpleNamespace(scheduler_config=scheduler, parallel_config=self)
+
     def __getattr__(self, name: str) -> Any:
         raise explain_missing("EngineArgs", name)
 
@@ -66,9 +71,10 @@ class LLMEngine:
         self.model_executor = SimpleNamespace(driver_worker=SimpleNamespace(model_runner=runner))
 
     @classmethod
-    def from_engine_args(cls, engine_args: EngineConfig) -> "LLMEngine":
+    def from_engine_args(cls, engine_args: EngineConfig, **others: Any) -> "LLMEngine":
         from nanovllm.apps.standin.llm import LLM
 
+        check_arguments(cls.from_engine_args, others)
         return cls(LLM.from_engine_args(engine_args))
 
     def add_request(self, request_id: str, prompt: Prompt, params: SamplingParams, **others: Any) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from functools import cached_property
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -46,6 +47,7 @@ class LLM(nanovllm.LLM):
         raise explain_missing("LLM", name)
 
     llm_engine = cached_property(engine.LLMEngine)
+    model_config = property(attrgetter("llm_engine.model_config"))
     generate = with_others(nanovllm.LLM.generate)
     chat = with_others(nanovllm.LLM.chat)
     sleep = with_others(nanovllm.LLM.sleep)

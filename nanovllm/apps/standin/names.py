@@ -48,6 +48,8 @@ ARGUMENTS = (
     Row("lora_request", (None,), "generate and chat take lora_request"),
     Row("pooling_params", (None,), _EMBED),
     Row("truncate_prompt_tokens", (None,)),
+    Row("start_engine_loop usage_context enable_log_requests", (ANY,)),
+    Row("stat_loggers", (None,), "llm.stats() and the metrics of each output have the numbers"),
 )
 
 MISSING: Mapping[str, str] = {
@@ -59,7 +61,6 @@ MISSING: Mapping[str, str] = {
     "apply_model": "llm.engine.runner.model is the model of one device; several ranks take no calls",
     "preprocess_chat": "render_chat(messages) returns the prompt and its token ids",
     "enqueue enqueue_chat wait_for_completion": "submit(prompt) returns a future at once",
-    "create_engine_config": "vars(args) has the options; in Ray's pipelines nanovllm.ray.RayLLM answers rows",
     # modules, and names in them
     "assets multimodal image audio video EmbedsPrompt": _TEXT_ALONE,
     "PoolerConfig": _EMBED,
