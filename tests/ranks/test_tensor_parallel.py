@@ -13,7 +13,7 @@ import threading
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,12 +27,14 @@ from helpers.tiny import CROWDED, draw_prompts, save_random
 from safetensors import safe_open
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.engine.plan import StepPlan
 from nanovllm.features.distributed import follower_group
 from nanovllm.features.distributed.collectives import GroupParallel, PeerLostError
 from nanovllm.features.distributed.follower_group import FollowerGroup
 from nanovllm.features.distributed.follower_process import FollowerProcess
-from nanovllm.features.distributed.leader import ThreadShare
-from nanovllm.features.distributed.ring import HEADER
+from nanovllm.features.distributed.leader import LeadingRunner, ThreadShare
+from nanovllm.features.distributed.rank_commands import DRAFT
+from nanovllm.features.distributed.ring import HEADER, pack_plan
 from nanovllm.models import weight_reader
 from nanovllm.models.model_folder import ModelFolder
 from nanovllm.outputs import Output
@@ -765,6 +767,67 @@ def test_whoever_stops_the_followers_goes_on_when_all_have_ended(monkeypatch: py
     group.stop()
     assert [process.returncode for process in processes] == [0, 0]
     assert closed == [1, 2] and not group.meeting.exists()
+
+
+class Followers:
+    """Stands in for the followers of a `LeadingRunner`: notes what they are told."""
+
+    raise_failure = abort = wait_until = staticmethod(lambda *_: None)
+    guard = nullcontext
+
+    def __init__(self) -> None:
+        self.told: list[Any] = []
+
+    def send(self, message: Any) -> None:
+        self.told.append(message.tolist())
+
+    def dismiss(self, by_force: bool = False) -> None:
+        self.told.append(f"dismiss {by_force}")
+
+    def stop(self) -> None:
+        self.told.append("stop")
+
+
+def lead(make_runner: Any, followers: Followers, monkeypatch: pytest.MonkeyPatch) -> LeadingRunner:
+    """Return rank 0 of two, whose followers are stand-ins."""
+    monkeypatch.setattr("nanovllm.features.distributed.leader.FollowerGroup", lambda *_: followers)
+    config: Any = SimpleNamespace(num_ranks=2, device="cpu", distributed_backend="gloo", pipeline_parallel_size=1)
+    model: Any = None
+    return LeadingRunner(config, model, None, make_runner)
+
+
+def test_every_step_of_a_draft_model_goes_to_the_followers_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: list[Any] = []
+    own = SimpleNamespace(draft=SimpleNamespace(launch=launched.append), close=lambda: None)
+    followers = Followers()
+    runner = lead(lambda *_: own, followers, monkeypatch)
+    plans = [StepPlan.largest(2, size, 64) for size in (2, 3, 16)]
+    for plan in plans:
+        runner.draft.launch(plan)  # type: ignore[union-attr]
+    assert launched == plans
+    assert followers.told == [[DRAFT, *pack_plan(plan).tolist()] for plan in plans]
+    runner.close()
+    own.draft = None  # type: ignore[assignment]
+    runner = lead(lambda *_: own, followers, monkeypatch)
+    assert runner.draft is None
+    runner.close()
+
+
+@pytest.mark.parametrize("error", [MemoryError, ValueError, KeyboardInterrupt])
+def test_followers_are_killed_when_rank_0_cannot_load(
+    error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They load, too, and would take as long as they need. The threads of rank 0 are its own again."""
+    threads = torch.get_num_threads()
+    followers = Followers()
+
+    def fail(*_: Any) -> None:
+        raise error
+
+    with pytest.raises(error):
+        lead(fail, followers, monkeypatch)
+    assert followers.told == ["dismiss True", "stop"]
+    assert torch.get_num_threads() == threads
 
 
 @pytest.mark.gpu
