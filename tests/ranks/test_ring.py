@@ -146,7 +146,7 @@ def test_a_message_of_which_a_part_is_not_visible_yet_is_waited_for():
 def test_the_memory_has_no_name_and_is_its_owners_only(is_linux, tmp_path, monkeypatch):
     """macOS has no memfd_create."""
     if not is_linux:
-        monkeypatch.delattr(os, "memfd_create")
+        monkeypatch.delattr(os, "memfd_create", raising=False)
         monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     before = set(os.listdir("/dev/shm"))
     fd = make_anonymous_file()
