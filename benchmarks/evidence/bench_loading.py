@@ -37,9 +37,11 @@ def read_anonymous() -> int:
 def load(folder: str, options: dict[str, object]) -> None:
     """Load a checkpoint, and print seconds and bytes as JSON."""
     from nanovllm import LLM
+    from nanovllm.apps.estimate import fetch_config
 
     with LLM("tiny-qwen3", device="cpu"):  # imports and compiled kernels are not counted
         pass
+    fetch_config(folder)  # imports what transformers and GGUF need for the model's family
     before = read_anonymous()
     most = [0]
     is_over = threading.Event()

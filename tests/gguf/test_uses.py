@@ -199,7 +199,10 @@ def write_large(path: Path, types: dict[str, str]) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize("types", [{"": "Q4_K", "output": "Q6_K"}, {"": "Q8_0"}, {"": "Q4_0", "ffn_down": "IQ3_S"}])
 def test_loading_holds_the_packed_size_and_two_of_the_largest_matrices(tmp_path: Path, types: dict[str, str]) -> None:
-    """The file itself is mapped: its pages are the operating system's. 128 MB are for all else, then and later."""
+    """The file itself is mapped: its pages are the operating system's.
+
+    A load leaves 6 to 9 MB beside the weights. The allowance of 64 is for what other processors' threads may keep.
+    """
     from benchmarks.evidence.bench_loading import measure
     from nanovllm.apps.estimate import estimate, fetch_config
     from nanovllm.config import EngineConfig
@@ -209,8 +212,8 @@ def test_loading_holds_the_packed_size_and_two_of_the_largest_matrices(tmp_path:
     asked = EngineConfig.from_options(str(path), {"device": "cpu", "dtype": "bfloat16"})
     packed = estimate(fetch_config(str(path)), asked, 64 << 30).memory.weights
     found = measure(path, "cpu", "gguf")
-    assert found["most"] < packed + 2 * largest + 128 * 10**6
-    assert found["held"] < packed + 128 * 10**6
+    assert found["most"] < packed + 2 * largest
+    assert found["held"] < packed + 64 * 10**6
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanovllm.backends.base import Backend
-from nanovllm.backends.cpu.huge_pages import advise_huge_pages
+from nanovllm.backends.cpu.huge_pages import advise_huge_pages, return_freed_memory
 from nanovllm.backends.cpu.library import LANES, MAX_HEAD_DIM, PANEL, CpuLibrary, cpu_library
 from nanovllm.backends.cpu.recorded_steps import RecordedSteps
 from nanovllm.backends.cpu.scratch import Scratch
@@ -92,6 +92,7 @@ class CpuBackend(Backend):
                 for weight in filter(packs_in_place, module.list_matrices()):
                     for matrix in weight:
                         self.library.pack(matrix, in_place=True)
+        return_freed_memory()
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         if x.shape[1] % LANES:

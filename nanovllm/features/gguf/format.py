@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from nanovllm.features.gguf.blocks import BLOCK_TYPES, read_codes
-from nanovllm.features.quantized.codes import Codes, join_alike
+from nanovllm.features.quantized.codes import Codes
 from nanovllm.features.quantized.formats import Format, RawTensors
 
-WEIGHTS_AT_A_TIME = 2**25
-"""Taking blocks apart needs several copies of so many weights. Of fewer the C library would keep the memory."""
+WEIGHTS_AT_A_TIME = 2**20
+"""Taking blocks apart needs several copies of so many weights. The matrix itself is there once."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,13 @@ class GgufFormat(Format):
     def convert(self, tensors: Mapping[str, Tensor], out: int, size: int) -> Codes:
         ((kind, data),) = tensors.items()
         height = max(1, WEIGHTS_AT_A_TIME // size)
-        parts = [read_codes(rows, kind, len(rows)) for rows in data.split(height)]  # type: ignore[no-untyped-call]
-        return parts[0] if len(parts) == 1 else join_alike(parts, lambda values: torch.cat(tuple(values)))
+        whole = read_codes(data[:1], kind, 1).map(lambda values: values.new_empty(len(data), values.shape[-1]))
+        for start in range(0, len(data), height):
+            rows = slice(start, start + height)
+            part = read_codes(data[rows], kind, len(data[rows]))
+            for values, own in zip(whole.list_tensors(), part.list_tensors(), strict=True):
+                values[rows] = own
+        return whole
 
     def count_row_bytes(self, size: int, itemsize: int, name: str) -> int:
         kind = self.types.get(name) or self.types.get(star_expert(name))
