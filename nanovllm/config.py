@@ -21,7 +21,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "attention_backend": ("auto", "triton", "flash_attn", "cpu", "torch"),
     "kv_cache_dtype": ("auto", "int8", "fp8"),
     "distributed_backend": ("auto", "nccl", "gloo"),
-    "load_format": ("auto", "dummy"),
+    "load_format": ("auto", "dummy", "gguf"),
     "model_impl": ("auto", "nanovllm", "transformers"),
     "quantization": ("int8", "int8-dynamic", "w8a8", "awq", "gptq", "compressed-tensors", "fp8", "mxfp4", "gguf"),
     "logprobs_mode": ("raw_logprobs", "processed_logprobs"),
@@ -150,7 +150,9 @@ class EngineConfig:
         f"here; it takes cpu only for models of {WORTH_COMPILING // 10**6} million parameters or more",
     )
     load_format: str = _results(
-        "auto", "auto reads safetensors; dummy makes random weights, for which config.json is enough"
+        "auto",
+        "auto reads what is there, safetensors or GGUF; gguf reads GGUF alone; dummy makes random weights, for which "
+        "config.json is enough",
     )
     model_impl: str = _results(
         "auto",

@@ -151,7 +151,7 @@ def find_config(model: str, revision: str | None, load_format: str) -> tuple[Mod
     Raises:
         ValueError: there is no such model.
     """
-    if is_gguf(model):
+    if load_format == "gguf" or is_gguf(model):
         from nanovllm.features.gguf.files import find_gguf
 
         found = find_gguf(model, revision)
@@ -376,4 +376,4 @@ def read_default_params(folder: ModelFolder | None) -> tuple[SamplingParams, str
         return SamplingParams.from_generation_config(generation), ""
     except ValueError as error:
         advice = "give SamplingParams; without them a request would take this file's values"
-        return SamplingParams(), f"{folder}/generation_config.json: {error}: {advice}"
+        return SamplingParams(), f"{'' if folder is None else folder.generation_source}: {error}: {advice}"

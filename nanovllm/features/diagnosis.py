@@ -58,7 +58,11 @@ def advise_on_model(error: ValueError, model: str) -> str:
     path = as_path(model)
     if isinstance(error, ModelNotFoundError):
         cause = error.__cause__
-        return advise_on_name(model, path) if cause is None else advise_on_hub(cause, model.partition(":")[0])
+        return (
+            advise_on_name(model, path)
+            if cause is None
+            else advise_on_hub(cause, "/".join(model.partition(":")[0].split("/")[:2]))
+        )
     if is_gguf(model):
         return f"{path.name} {ADVICE_ON_POINTERS}" if path.is_file() and is_lfs_pointer(path) else ""
     downloaded = re.search(r"\S*/snapshots/[0-9a-f]{40}", str(error))

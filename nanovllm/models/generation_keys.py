@@ -32,8 +32,12 @@ HARMLESS = list_names(
 OF_SAMPLING = {"typical_p": 1.0, "top_h": None, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0}
 """Keys that transformers reads if it samples, and that the engine does not have, each with its neutral value."""
 
+OF_LLAMA_CPP = {"mirostat": 0, "xtc_probability": 0, "sequence": "", "penalty_last_n": -1}
+"""Keys that a GGUF file may have."""
+
 NEUTRAL: dict[str, Any] = {
     **OF_SAMPLING,
+    **OF_LLAMA_CPP,
     **dict.fromkeys(("min_length", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "penalty_alpha"), 0),
     **dict.fromkeys(("num_beams", "num_return_sequences", "encoder_repetition_penalty", "guidance_scale"), 1),
     **dict.fromkeys(("max_time", "stop_strings", "exponential_decay_length_penalty", "watermarking_config")),

@@ -9,7 +9,10 @@ BOX = "tiny-qwen3"
 QUANTIZATION_CONFIGS = ["quantize_config.json", "quant_config.json", "hf_quant_config.json"]
 """The files of older tools with the settings of quantisation. Newer ones write them into config.json."""
 CONFIGS = ["config.json", "generation_config.json", *QUANTIZATION_CONFIGS]
-TOKENIZER = ["tokenizer*", "vocab.json", "merges.txt", "added_tokens.json", "special_tokens_map.json", "chat_template*"]
+TOKENIZER = [
+    *("tokenizer*", "vocab.json", "merges.txt", "added_tokens.json", "special_tokens_map.json", "chat_template*"),
+    "additional_chat_templates/*",
+]
 POOLING = [
     "modules.json",
     "*sentence_*.json",
@@ -126,8 +129,13 @@ def fetch(name: str, patterns: list[str], revision: str | None, option: str) -> 
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
     except (HfHubHTTPError, LocalEntryNotFoundError, ValueError, OSError) as error:
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         kinds = "a local folder, nor a shape" if option == "model" else "a local folder"
         raise ModelNotFoundError(
-            f"{option} {quote(name)} is neither {kinds}, nor an id that could be downloaded: {reason}"
+            f"{option} {quote(name)} is neither {kinds}, nor an id that could be downloaded: {shorten_reason(error)}"
         ) from error
+
+
+def shorten_reason(error: Exception) -> str:
+    """Return the first two lines of huggingface_hub's error: the second one says what a status of HTTP means."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(lines[:2]) or type(error).__name__

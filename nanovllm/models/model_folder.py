@@ -87,10 +87,15 @@ class ModelFolder:
             method = "awq" if name == "quant_config.json" or "w_bit" in data else "gptq"
         return {"quant_method": method, **data, SETTINGS_FILE: name}
 
+    @property
+    def generation_source(self) -> str:
+        """The path of generation_config.json, for messages."""
+        return str(self.path / "generation_config.json")
+
     @cached_property
     def generation(self) -> dict[str, Any]:
         """The content of generation_config.json; {} if there is no such file."""
-        path = self.path / "generation_config.json"
+        path = Path(self.generation_source)
         return read_json(path) if path.is_file() else {}
 
     @cached_property

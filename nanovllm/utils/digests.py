@@ -12,9 +12,14 @@ ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
 BYTES_AT_A_TIME = 1 << 22
 
 
-def digest_files(folder: Path, patterns: Sequence[str]) -> str:
-    """Return a hexadecimal digest of the files of a folder whose names match; see `digest_contents`."""
-    return digest_contents(sorted(path for pattern in patterns for path in folder.glob(pattern)))
+def digest_files(folder: Path, patterns: Sequence[str], without: Sequence[str] = ()) -> str:
+    """Return a hexadecimal digest of the files of a folder whose names match; see `digest_contents`.
+
+    Args:
+        without: patterns of files that do not count.
+    """
+    others = {path for pattern in without for path in folder.glob(pattern)}
+    return digest_contents(sorted({path for pattern in patterns for path in folder.glob(pattern)} - others))
 
 
 def digest_contents(paths: Sequence[Path]) -> str:

@@ -66,6 +66,7 @@ OPTIONS = (
     Row("task", ("auto", "generate", "embed", "embedding"), _OTHER_WORK),
     Row("runner", ("auto", "generate", "pooling"), _OTHER_WORK),
     Row("convert", ("auto", "none", "embed"), _OTHER_WORK),
+    Row("hf_config_path", (None,), "a GGUF file says what its config.json would: leave it out"),
     Row("tokenizer_mode config_format", ("auto", "hf")),
     Row("generation_config", ("auto",)),
     Row("tokenizer_revision code_revision", ("main",)),

@@ -1,7 +1,13 @@
 """Where a model in GGUF is found: a file, the one in a folder, one of several quantisations of a repository."""
 
+import hashlib
+import json
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from threading import Thread
+from typing import Any, ClassVar
+from urllib.parse import urlsplit
 
 import pytest
 from helpers.gguf_models import save_gguf
@@ -78,6 +84,9 @@ FOLDERS = [f"{kind}/x-{kind}-{number:05d}-of-00002.gguf" for kind in ("BF16", "U
         (["mmproj-x-Q4_K_M.gguf", "x-Q4_K_M.gguf", "README.md"], None, "x-Q4_K_M.gguf"),
         (FOLDERS, "UD-Q4_K_XL", "UD-Q4_K_XL/x-UD-Q4_K_XL-00001-of-00002.gguf"),
         (["x.Q4_K_M.gguf", "x.Q4_0.gguf"], "Q4_0", "x.Q4_0.gguf"),
+        (NAMES, "x-Q4_K_S.gguf", "x-Q4_K_S.gguf"),
+        (NAMES, "x-Q8_0-00002-of-00002.gguf", "x-Q8_0-00001-of-00002.gguf"),
+        (FOLDERS, "BF16/x-BF16-00002-of-00002.gguf", "BF16/x-BF16-00001-of-00002.gguf"),
     ],
 )
 def test_a_quantisation_behind_a_colon_chooses_a_file(names: list[str], asked: str | None, found: str) -> None:
@@ -115,3 +124,109 @@ def test_an_id_is_found_in_the_cache_without_a_network(tmp_path: Path, monkeypat
         LLM(model, **OPTIONS).close()
     assert "has 0 files of Q4_K_M" in fail("owner/name-GGUF:Q4_K_M")
     assert "neither a local GGUF file, nor one that could be downloaded" in fail("owner/other:Q8_0")
+
+
+COMMIT = "0123abcd" * 5
+
+
+class FakeHub(BaseHTTPRequestHandler):
+    """Answers what huggingface_hub asks of a hub: the repository owner/name, and the bytes of its files."""
+
+    files: ClassVar[dict[str, bytes]] = {}
+    sent: ClassVar[list[str]] = []
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        path = urlsplit(self.path).path
+        headers = {"X-Repo-Commit": COMMIT}
+        data = None
+        if path.startswith("/api/models/owner/name/tree/"):
+            sizes = {name: len(content) for name, content in self.files.items()}
+            data = json.dumps(
+                [{"type": "file", "path": n, "size": size, "oid": n} for n, size in sizes.items()]
+            ).encode()
+        elif path.startswith("/api/models/owner/name/revision/main") or path == "/api/models/owner/name":
+            siblings = [{"rfilename": name} for name in self.files]
+            data = json.dumps({"id": "owner/name", "sha": COMMIT, "siblings": siblings}).encode()
+        elif path.startswith(f"/owner/name/resolve/{COMMIT}/"):
+            name = path.partition(f"{COMMIT}/")[2]
+            data = self.files[name]
+            headers["ETag"] = f'"{hashlib.sha1(data).hexdigest()}"'
+            if self.command == "GET":
+                self.sent.append(name)
+        self.send_response(404 if data is None else 200)
+        if data is None:
+            headers["X-Error-Code"] = "RepoNotFound"
+            data = b""
+        for key, value in (headers | {"Content-Length": str(len(data))}).items():
+            self.send_header(key, value)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(data)
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ThreadingHTTPServer]:
+    """A hub on this machine, with the files of `FakeHub`, and an empty cache."""
+    from huggingface_hub import constants
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), FakeHub)
+    Thread(target=server.serve_forever, daemon=True).start()
+    address = f"http://127.0.0.1:{server.server_port}"
+    monkeypatch.setattr(constants, "ENDPOINT", address)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", address + "/{repo_id}/resolve/{revision}/{filename}")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(FakeHub, "sent", [])
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+def test_an_id_is_downloaded_without_the_repositorys_other_files(
+    tmp_path: Path, hub: ThreadingHTTPServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a split model all parts come. Later the cache has them, also where no hub can be reached."""
+    save_gguf(tmp_path / "x-Q4_K_M.gguf", types="Q4_K")
+    save_gguf(tmp_path / "x-Q8_0.gguf", types="Q8_0", num_files=2)
+    parts = [f"x-Q8_0-{number:05d}-of-00002.gguf" for number in (1, 2)]
+    files = {"x-Q4_K_M.gguf": "x-Q4_K_M.gguf", "Q8/" + parts[0]: parts[0], "Q8/" + parts[1]: parts[1]}
+    contents = {name: (tmp_path / own).read_bytes() for name, own in files.items()}
+    monkeypatch.setattr(FakeHub, "files", contents | {"README.md": b"", "x-F16.gguf": b"", "mmproj-x.gguf": b""})
+    LLM("owner/name", tokenizer="tiny-qwen3", load_format="gguf", **OPTIONS).close()
+    assert FakeHub.sent == ["x-Q4_K_M.gguf"]
+    LLM("owner/name:q8_0", **OPTIONS).close()
+    assert sorted(FakeHub.sent[1:]) == sorted(name for name in contents if name.startswith("Q8/"))
+    assert find_gguf(f"owner/name/Q8/{parts[1]}").path.name == parts[0]
+    assert len(FakeHub.sent) == 3
+    assert "model 'owner/name:Q5_0' has 0 files of Q5_0; name one" in fail("owner/name:Q5_0")
+    assert "could be downloaded: 404 Client Error. Repository Not Found" in fail("owner/other:Q4_0")
+    with pytest.raises(ValueError, match=r"could be downloaded: .*revision"):
+        find_gguf("owner/name", "other")
+    hub.shutdown()
+    hub.server_close()
+    monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda seconds: None)
+    assert find_gguf("owner/name:Q8_0").path.name == parts[0]
+    assert "the cache's part of 'owner/name' has 0 files of F16; name one" in fail("owner/name:F16")
+
+
+def test_load_format_gguf_is_for_models_in_gguf(tmp_path: Path) -> None:
+    """vLLM's scripts give it. A folder may have both kinds."""
+    save_gguf(tmp_path / "model.gguf")
+    save_random(tmp_path / "folder")
+    save_random(tmp_path / "both")
+    save_gguf(tmp_path / "both" / "model.gguf")
+    for model in ("model.gguf", "both"):
+        with LLM(tmp_path / model, load_format="gguf", quantization="gguf", **OPTIONS) as llm:
+            assert llm.engine.config.quantization == "gguf"
+    assert fail(tmp_path / "folder", load_format="gguf").endswith("folder has no model in GGUF")
+    assert "is not a GGUF file" in fail(tmp_path / "folder" / "config.json", load_format="gguf")
+    for model in ("tiny-qwen3", "qwen3-0.6b"):
+        assert f"GGUF file '{model}' does not exist" in fail(model, load_format="gguf")
+    with pytest.raises(ValueError, match=r"hf_config_path.*a GGUF file says what its config.json would"):
+        LLM(tmp_path / "model.gguf", hf_config_path="owner/name", **OPTIONS)

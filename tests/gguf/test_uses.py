@@ -92,6 +92,36 @@ def test_a_job_notices_that_a_number_of_any_part_has_changed(tmp_path: Path) -> 
     assert len(set(digests)) == 3
 
 
+SAMPLING = {
+    "mirostat": (2, "mirostat (2)"),
+    "xtc_probability": (0.5, "xtc_probability (0.5)"),
+    "sequence": ("top_k;temperature", "sequence ('top_k;temperature')"),
+    "penalty_last_n": (64, "penalty_last_n (64)"),
+}
+
+
+@pytest.mark.parametrize("key", SAMPLING)
+def test_sampling_that_the_engine_does_not_have_is_refused_where_nothing_else_is_given(
+    tmp_path: Path, key: str
+) -> None:
+    """As generation_config.json's keys are: the file loads, and requests with parameters run."""
+    value, words = SAMPLING[key]
+    own = {key: value, "penalty_repeat": 1.25, "mirostat_tau": 5.0, "xtc_threshold": 0.1}
+    path = tmp_path / "model.gguf"
+    save_gguf(path, metadata={f"general.sampling.{name}": number for name, number in own.items()})
+    with LLM(path, **OPTIONS) as llm:
+        assert len(say(llm)) == 3
+        with pytest.raises(ValueError, match=re.escape(f"{path}: this engine does not have {words}: give Sampling")):
+            llm.generate(PROMPTS, use_tqdm=False)
+
+
+def test_sampling_that_asks_for_nothing_is_no_obstacle(tmp_path: Path) -> None:
+    own = {"mirostat": 0, "xtc_probability": 0.0, "xtc_threshold": 0.1, "penalty_last_n": 64, "penalty_repeat": 1.0}
+    save_gguf(tmp_path / "model.gguf", metadata={f"general.sampling.{name}": number for name, number in own.items()})
+    with LLM(tmp_path / "model.gguf", **OPTIONS) as llm:
+        assert llm.get_default_sampling_params().repetition_penalty == 1
+
+
 def test_a_split_file_says_what_the_whole_one_says(tmp_path: Path) -> None:
     whole = save_gguf(tmp_path / "m.gguf", types="Q8_0", num_files=3)
     for part in sorted(tmp_path.glob("m-*.gguf"))[::2]:

@@ -167,6 +167,14 @@ def test_a_resumed_job_has_the_tokenizer_of_its_option_or_is_refused(
     assert main(command) == Status.USAGE
     assert "engine.tokenizer was" in caplog.text
     assert main([*command, "--accept-changes"]) == Status.OK
+    for name in ("tokenizer.json", "chat_template.jinja"):  # the model's own, which are not read
+        out.write_bytes(out.read_bytes().splitlines(keepends=True)[0])
+        (model / name).write_text("another")
+        assert main(command) == Status.OK
+    out.write_bytes(out.read_bytes().splitlines(keepends=True)[0])
+    (tokenizer / "additional_chat_templates").mkdir()
+    (tokenizer / "additional_chat_templates" / "tool_use.jinja").write_text("a template with a name")
+    assert main(command) == Status.USAGE
 
 
 def test_a_jobs_values_are_those_of_lines_that_have_none_and_they_belong_to_the_job(

@@ -15,6 +15,7 @@ import xxhash
 
 from nanovllm.backends.cpu.library import LANES, cache_folder, describe_target, find_compiler
 from nanovllm.load import find_config
+from nanovllm.models.hub import TOKENIZER as OWN_TOKENIZER
 from nanovllm.models.hub import find_tokenizer
 from nanovllm.models.model_config import OTHERS, find_family, load_model_config
 from nanovllm.utils.digests import digest_adapter, digest_contents, digest_files
@@ -27,26 +28,27 @@ Stamp = tuple[Path, int, int, int]
 """The path, the bytes, the time of the last change and the inode of a file: see `ModelFolder.stamps`."""
 SLOW = 4 << 30
 """More bytes than that take seconds to read."""
-TOKENIZER = ("*.json", "*.txt", "*.jinja")
-"""The files that configure a tokenizer and its chat template."""
+TOKENIZER = ("*.json", "*.txt", "*.jinja", "additional_chat_templates/*.jinja")
+"""The files that configure a tokenizer and its chat templates."""
 MODEL = (*TOKENIZER, "*_Pooling/*.json", "*_Dense/*.json", "*_Dense/*.safetensors")
-"""The files that configure a model, its tokenizer, its chat template and its vectors."""
+"""The files that configure a model, its tokenizer, its chat templates and its vectors."""
 
 logger = logging.getLogger(__name__)
 
 
-def digest_model(origin: Path | str, stamps: Sequence[Stamp]) -> str:
+def digest_model(origin: Path | str, stamps: Sequence[Stamp], has_tokenizer: bool) -> str:
     """Return what tells a model from others: a digest of all bytes of its files, or the name of a preset.
 
     Args:
         origin: a folder, the file of a model in GGUF, or a preset.
         stamps: those of the checkpoint's files; none if the weights are random.
+        has_tokenizer: whether another tokenizer takes the place of a folder's own, whose files do not count then.
     """
     if isinstance(origin, str):
         return origin
     settings = digest_contents([origin]) if origin.is_file() and not stamps else ""
     if origin.is_dir():
-        settings = digest_files(origin, MODEL)
+        settings = digest_files(origin, MODEL, without=OWN_TOKENIZER if has_tokenizer else ())
     return xxhash.xxh3_128_hexdigest((settings + digest_checkpoint(stamps)).encode()) if stamps else settings
 
 
@@ -117,7 +119,7 @@ def read_provenance(engine: "LLMEngine") -> dict[str, str]:
     if config.quantization is not None:
         optional["quantization"] = config.quantization
     return {
-        "model": digest_model(origin, engine.facts.stamps),
+        "model": digest_model(origin, engine.facts.stamps, config.tokenizer is not None),
         **optional,
         "dtype": config.dtype,
         "device": config.device.split(":")[0],

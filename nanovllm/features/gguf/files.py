@@ -6,17 +6,21 @@ from pathlib import Path
 
 from nanovllm.features.gguf.model import GgufModel
 from nanovllm.features.gguf.reader import SPLIT
-from nanovllm.models.hub import ModelNotFoundError, as_path
+from nanovllm.models.hub import ModelNotFoundError, as_path, shorten_reason
 from nanovllm.utils.checks import quote, refuse
 
 USUAL = "Q4_K_M"
 """The quantisation that is taken if none is named, as llama.cpp and ollama take it."""
+ID = re.compile(r"([\w-][\w.-]*/[\w.-]+)(?::([\w.-]+)|/(.+\.gguf))?")
+"""A repository, alone, with a quantisation behind a colon, or with the path of a file in it."""
 NO_MODEL = re.compile(r"^(mmproj|imatrix)|[-_.](mmproj|imatrix)[-_.]", re.IGNORECASE)
 """Names of files that hold no language model: for pictures, or what a quantiser has counted."""
 
 
 def find_gguf(model: str, revision: str | None = None, downloads: bool = True) -> GgufModel:
-    """Return the model of a file, of a folder with one GGUF, or of a hub id such as "owner/name:Q4_K_M".
+    """Return the model of a file, of a folder with one GGUF, or of a hub id.
+
+    An id is "owner/name", "owner/name:Q4_K_M" or "owner/name/model-Q4_K_M.gguf".
 
     Args:
         revision: a branch, a tag or a commit of a hub id.
@@ -34,9 +38,11 @@ def find_gguf(model: str, revision: str | None = None, downloads: bool = True) -
 
 
 def choose_in_folder(folder: Path) -> Path:
-    """Return the one model in GGUF of a folder; ValueError if there are several."""
+    """Return the one model in GGUF of a folder; ValueError if there is none, or several."""
     names = list_models(path.name for path in folder.glob("*.gguf"))
-    if len(names) != 1:
+    if not names:
+        raise ValueError(f"{folder} has no model in GGUF")
+    if len(names) > 1:
         raise ValueError(f"{folder} has {len(names)} models in GGUF; name one of these files: {', '.join(names)}")
     return folder / names[0]
 
@@ -48,25 +54,27 @@ def list_models(names: Iterable[str]) -> list[str]:
     return sorted(name for name, split in splits.items() if split is None or int(split[2]) == 1)
 
 
-def choose_on_hub(names: Iterable[str], asked: str | None, model: str) -> str:
+def choose_on_hub(names: Iterable[str], asked: str | None, owner: str) -> str:
     """Return the name of a repository's file that has the quantisation that was asked for.
 
     Args:
-        asked: "Q4_K_M", say; None takes that, or else the only file.
-        model: what the user called the model, for messages.
+        asked: "Q4_K_M", say, or the path of a file, or of one part of a split one; None takes Q4_K_M, or else the only
+            file.
+        owner: what has these files, for messages.
 
     Raises:
         ValueError: no file has it, or several have it.
     """
     found = list_models(names)
-    wanted = [name for name in found if has_quantisation(name, asked or USUAL)]
+    first = SPLIT.sub(r"\1-00001-of-\3.gguf", asked or "")
+    wanted = [name for name in found if name == first or has_quantisation(name, asked or USUAL)]
     if len(wanted) == 1:
         return wanted[0]
     if asked is None and len(found) == 1:
         return found[0]
     listed = ", ".join(found[:20]) or "none"
     what = f"{len(wanted)} files of {asked}" if asked else f"{len(found)} models in GGUF"
-    raise ValueError(f"model {quote(model)} has {what}; name one behind a colon, as in owner/name:{USUAL}: {listed}")
+    raise ValueError(f"{owner} has {what}; name one behind a colon, as in owner/name:{USUAL}: {listed}")
 
 
 def has_quantisation(name: str, asked: str) -> bool:
@@ -80,24 +88,34 @@ def find_on_hub(model: str, revision: str | None, downloads: bool) -> Path:
     from huggingface_hub import HfApi, constants, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
-    repository, _, asked = model.partition(":")
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", repository) or model.startswith("."):
+    match = ID.fullmatch(model)
+    if match is None:
         raise ModelNotFoundError(f"GGUF file {quote(model)} does not exist")
+    repository, quantisation, path = match.groups()
     is_local = constants.HF_HUB_OFFLINE or not downloads
     try:
+        if not is_local:
+            try:
+                siblings = HfApi().model_info(repository, revision=revision).siblings
+            except HfHubHTTPError:
+                raise
+            except Exception:  # no hub can be reached: versions of huggingface_hub have different errors for it
+                is_local = True
         if is_local:
-            folder = Path(snapshot_download(repository, revision=revision, local_files_only=True))
-            names = [path.relative_to(folder).as_posix() for path in folder.rglob("*.gguf")]
+            # Without a pattern all files of the repository would have to be there.
+            folder = Path(snapshot_download(repository, revision=revision, local_files_only=True, allow_patterns=[]))
+            names = [file.relative_to(folder).as_posix() for file in folder.rglob("*.gguf")]
         else:
-            names = [str(name) for name in HfApi().list_repo_files(repository, revision=revision)]
-        name = choose_on_hub(names, asked or None, model)
+            names = [str(sibling.rfilename) for sibling in siblings or ()]
+        owner = f"the cache's part of {quote(repository)}" if is_local else f"model {quote(model)}"
+        name = choose_on_hub(names, quantisation or path, owner)
         split = SPLIT.fullmatch(name)
         pattern = name if split is None else f"{split[1]}-*-of-{split[3]}.gguf"
         if not is_local:
             folder = Path(snapshot_download(repository, revision=revision, allow_patterns=[pattern]))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise ModelNotFoundError(
-            f"model {quote(model)} is neither a local GGUF file, nor one that could be downloaded: {reason}"
+            f"model {quote(model)} is neither a local GGUF file, nor one that could be downloaded: "
+            f"{shorten_reason(error)}"
         ) from error
     return folder / name

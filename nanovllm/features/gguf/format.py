@@ -60,7 +60,7 @@ class GgufFormat(Format):
     def describe(self, dtype: str) -> str:
         found = Counter(self.types.values()).most_common()
         kinds = ", ".join(kind for kind, _ in found) or "no quantised matrix"
-        return f"GGUF's types ({kinds}; {self.num_bytes / 2**30:.2f} GiB in the file), the rest in {dtype}"
+        return f"GGUF's types ({kinds}; {self.num_bytes / 2**30:.3f} GiB in the file), the rest in {dtype}"
 
     def describe_cost(self, dtype: str) -> str:
         if not self.widened:

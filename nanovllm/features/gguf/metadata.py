@@ -84,6 +84,8 @@ SAMPLING = {
     "general.sampling.penalty_repeat": "repetition_penalty",
 }
 """{a key: what generation_config.json calls it}."""
+OF_SAMPLING = "general.sampling."
+"""Keys of sampling begin so. Those that `SAMPLING` has not keep llama.cpp's name, which generation_keys.py knows."""
 
 
 class Keys:
@@ -359,5 +361,8 @@ def find_dtype(file: GgufFile) -> str:
 
 def read_generation(metadata: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a generation_config.json would say: the file's defaults of sampling."""
-    found = {name: metadata[key] for key, name in SAMPLING.items() if key in metadata}
+    keys = [key for key in metadata if key.startswith(OF_SAMPLING)]
+    found = {SAMPLING.get(key, key.removeprefix(OF_SAMPLING)): metadata[key] for key in keys}
+    if found.get("repetition_penalty", 1) == 1:
+        found.pop("penalty_last_n", None)  # the tokens that the penalty looks back to
     return found | {"do_sample": True} if found else {}

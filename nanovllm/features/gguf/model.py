@@ -58,6 +58,8 @@ class GgufModel(ModelFolder):
     def find_settings(self) -> None:
         return None
 
+    generation_source = source
+
     @cached_property
     def generation(self) -> dict[str, Any]:
         return read_generation(self.file.metadata)
