@@ -1,7 +1,8 @@
-"""The same workload, checkpoint, dtype and threads through several engines, in turn, each run in a process of its own.
+"""The same workload, model, dtype and threads through several engines, in turn, each run in a process of its own.
 
-Engines take turns (A B A B), so that a machine that drifts drifts for all of them. A new rival is an entry of RIVALS
-and a file in benchmarks/rivals. benchmarks/rivals/worker.py documents what passes between here and there.
+Engines take turns (A B A B), so that a machine that drifts drifts for all of them. All read the same GGUF file, if the
+model is one. A new rival is an entry of RIVALS and a file in benchmarks/rivals. benchmarks/rivals/worker.py documents
+what passes between here and there.
 """
 
 import argparse
@@ -22,9 +23,11 @@ import torch
 
 from benchmarks.bench_workload import write_checkpoint
 from nanovllm.apps.bench import Workload
+from nanovllm.apps.estimate import open_model
 from nanovllm.apps.floor import Machine
 from nanovllm.config import EngineConfig
-from nanovllm.models.hub import find_model
+from nanovllm.models.hub import PATTERNS
+from nanovllm.models.model_folder import ModelFolder
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -119,16 +122,18 @@ def compare(
     """
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nanovllm" / "bench"
     if shape is None:
-        folder = find_model(args.model).resolve()
+        model = open_model(args.model, PATTERNS)
     else:
-        folder = cache / f"{args.model.lower()}-{str(dtype).removeprefix('torch.')}"
-        write_checkpoint(shape, dtype, folder)
+        model = ModelFolder(cache / f"{args.model.lower()}-{str(dtype).removeprefix('torch.')}")
+        write_checkpoint(shape, dtype, model.path)
+    path = model.path.resolve()
+    warm_up = workload.warm_up(model.config["vocab_size"])
     runs: dict[str, list[dict[str, Any]]] = {}
     left_out: dict[str, str] = {}
     with exit_on_signals(), tempfile.TemporaryDirectory() as scratch:
         spec = Path(scratch) / "spec.json"
-        spec.write_text(json.dumps(_specification(args, folder, cache / "exports", workload, dtype)))
-        commands = _commands(args, folder, dtype, machine, spec)
+        spec.write_text(json.dumps(_specification(args, path, cache / "exports", workload, warm_up, dtype)))
+        commands = _commands(args, path, dtype, machine, spec)
         for turn in range(args.repeat):
             for line in [line for line in commands if line not in left_out]:
                 log = None if line.startswith("nanovllm") else cache / f"{line.replace(' ', '-')}.log"
@@ -169,10 +174,10 @@ def _interpreter(args: argparse.Namespace, name: str) -> str:
 
 
 def _commands(
-    args: argparse.Namespace, folder: Path, dtype: torch.dtype, machine: Machine, spec: Path
+    args: argparse.Namespace, model: Path, dtype: torch.dtype, machine: Machine, spec: Path
 ) -> dict[str, list[str]]:
     """Return the command that measures each line of the table."""
-    ours = [sys.executable, str(ROOT / "bench.py"), *_own_arguments(args), "--model", str(folder)]
+    ours = [sys.executable, str(ROOT / "bench.py"), *_own_arguments(args), "--model", str(model)]
     ours += ["--dtype", str(dtype).removeprefix("torch."), "--machine-rates"]
     ours += [str(rate) for rate in (machine.copy_rate, machine.read_rate, machine.matmul_rate)]
     commands = {"nanovllm": ours}
@@ -203,16 +208,16 @@ def _own_arguments(args: argparse.Namespace) -> list[str]:
 
 
 def _specification(
-    args: argparse.Namespace, folder: Path, exports: Path, workload: Workload, dtype: torch.dtype
+    args: argparse.Namespace, model: Path, exports: Path, workload: Workload, warm_up: Workload, dtype: torch.dtype
 ) -> dict[str, Any]:
     """Return the document that workers read.
 
     Args:
+        model: a checkpoint's folder, or a GGUF file.
         exports: where the model may be kept in a rival's own format.
     """
-    vocab_size = json.loads((folder / "config.json").read_text())["vocab_size"]
     return {
-        "model": str(folder),
+        "model": str(model),
         "exports": str(exports),
         "dtype": str(dtype).removeprefix("torch."),
         "device": "cuda" if torch.cuda.is_available() and args.device != "cpu" else "cpu",
@@ -224,12 +229,15 @@ def _specification(
         "tensor_parallel_size": args.tensor_parallel_size,
         "static_batch": args.static_batch,
         "workload": vars(workload),
-        "warm_up": vars(workload.warm_up(vocab_size)),
+        "warm_up": vars(warm_up),
     }
 
 
-def _environment() -> dict[str, str]:
-    """The same threads for everybody. vLLM for CPUs keeps cores for itself unless it is told which to use."""
+def make_environment() -> dict[str, str]:
+    """Return the variables of a run: the same threads for everybody.
+
+    vLLM for CPUs keeps cores for itself unless it is told which to use.
+    """
     threads = torch.get_num_threads()
     cpus = sorted(os.sched_getaffinity(0))[:threads]
     return {
@@ -254,7 +262,7 @@ def run_engine(command: list[str], log: Path | None, run_seconds: float | None) 
     """
     process = subprocess.Popen(
         command,
-        env=_environment(),
+        env=make_environment(),
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -38,10 +38,15 @@ ERROR = 4
 """llama.cpp's log level."""
 
 
+errors: list[str] = []
+"""Holds all that llama.cpp has said at that level."""
+
+
 @llama_cpp.llama_log_callback
 def print_errors(level: int, text: bytes, data: Any) -> None:
     if level == ERROR:
-        print(text.decode(errors="replace"), end="", file=sys.stderr)
+        errors.append(text.decode(errors="replace"))
+        print(errors[-1], end="", file=sys.stderr)
 
 
 def read_tensors(folder: Path) -> Iterator[tuple[str, np.ndarray]]:
@@ -268,11 +273,16 @@ def load(spec: dict[str, Any], mode: str) -> Engine:
     kind = source if mode in ("", *FLASH) else mode.upper()
     llama_cpp.llama_backend_init()
     llama_cpp.llama_log_set(print_errors, None)
-    places = (Path(spec["model"]), Path(spec["exports"]), kind)
-    path = export(*places) if kind == source else quantize(*places, source)
+    path = Path(spec["model"])
+    if path.is_dir():
+        places = (path, Path(spec["exports"]), kind)
+        path = export(*places) if kind == source else quantize(*places, source)
+    elif kind != source:
+        raise CannotRun(f"{path.name} has the types that it has: only checkpoints become {kind}")
     model = llama_cpp.llama_model_load_from_file(str(path).encode(), llama_cpp.llama_model_default_params())
     if not model:
-        raise CannotRun(f"llama.cpp does not load {path}")
+        reason = errors[0].strip() if errors else "it gives no reason"
+        raise CannotRun(f"llama.cpp does not load {path}: {reason}")
     lens = [len(p) + n for p, n in zip(spec["workload"]["prompts"], spec["workload"]["output_lens"], strict=True)]
     num_slots = min(len(lens), spec["max_num_seqs"], llama_cpp.llama_max_parallel_sequences())
     cache = "Q8_0" if has_small_cache else "F32" if kind == "F32" else "F16"
@@ -282,6 +292,8 @@ def load(spec: dict[str, Any], mode: str) -> Engine:
     params.n_ctx = num_slots * (-(-max(lens) // 256) * 256)
     params.n_batch = BATCH_TOKENS
     params.n_seq_max = params.n_outputs_max = num_slots
+    if spec.get("scores"):
+        params.n_outputs_max = max(lens)
     params.n_threads = params.n_threads_batch = spec["threads"]
     params.type_k = params.type_v = getattr(llama_cpp, f"GGML_TYPE_{cache}")
     params.kv_unified = False
@@ -299,8 +311,10 @@ def load(spec: dict[str, Any], mode: str) -> Engine:
         return measure(context, sampler, batch, prompt, counts, spec["depth"]["num_decodes"])
 
     num_bytes = llama_cpp.llama_model_size(model) / llama_cpp.llama_model_n_params(model)
-    activations = "activations 8 bits, " if kind != source else ""
-    return Engine(run, f"weights {kind}, {num_bytes:.2f} bytes each, {activations}KV {cache}", measure_depth)
+    activations = "activations 8 bits, " if num_bytes < 2 else ""
+    weights = f"weights {kind}" if path != Path(spec["model"]) else "weights as in the file"
+    note = f"{weights}, {num_bytes:.2f} bytes each, {activations}KV {cache}"
+    return Engine(run, note, measure_depth, lambda prompt: score(context, batch, prompt))
 
 
 def make_sampler(temperature: float) -> Any:
@@ -378,6 +392,24 @@ def measure(
             sequence.num_computed = len(prompt)
         steps = [step(sequences) for _ in range(num_decodes)]
         found.append({"prompt_seconds": seconds if n == 1 else None, "step_seconds": steps})
+    return found
+
+
+def score(context: Any, batch: Batch, prompt: list[int]) -> list[float]:
+    """Return the log-probability of each token of a prompt but the first. The prompt fits into one batch."""
+    llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(context), True)
+    batch.clear()
+    batch.add(Sequence(0, prompt, 0))
+    batch.logits[: len(prompt)] = 1
+    if status := llama_cpp.llama_decode(context, batch.raw):
+        raise RuntimeError(f"llama_decode returned {status}")
+    num_tokens = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(llama_cpp.llama_get_model(context)))
+    found = []
+    for row, token in enumerate(prompt[1:]):
+        raw = llama_cpp.llama_get_logits_ith(context, row)
+        logits = np.ctypeslib.as_array(raw, (num_tokens,)).astype(np.float64)
+        largest = logits.max()
+        found.append(float(logits[token] - largest - np.log(np.exp(logits - largest).sum())))
     return found
 
 

@@ -1,8 +1,9 @@
 """Measures OpenVINO GenAI's continuous batching once. An interpreter from scripts/rival_env.sh runs this file.
 
 Without a mode, OpenVINO computes and caches in the type of the comparison. In the mode "defaults" it decides itself.
-Either way it stores the weights in the checkpoint's type. In the modes "int8" and "int4" nncf has quantised the
-weights, and activations keep their type. With "int8-defaults" and "int4-defaults" OpenVINO also quantises activations.
+Either way it stores the weights in the checkpoint's type, or as it reads a GGUF file. In the modes "int8" and "int4"
+nncf has quantised a checkpoint's weights, and activations keep their type. With "int8-defaults" and "int4-defaults"
+OpenVINO also quantises activations.
 On a processor without bfloat16 it computes in float32 and refuses a cache in bfloat16. There the weights stay in
 bfloat16, and keys and values are in float16.
 """
@@ -18,7 +19,7 @@ import numpy as np
 import openvino
 import openvino_genai
 
-from benchmarks.rivals.worker import DepthTimes, Engine, computes_in_bfloat16, main
+from benchmarks.rivals.worker import CannotRun, DepthTimes, Engine, computes_in_bfloat16, main
 
 SHORT = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 CACHE_GB = 4
@@ -73,7 +74,12 @@ def write_tokenizer(folder: Path) -> None:
 def load(spec: dict[str, Any], mode: str) -> Engine:
     bits = next((bits for bits in (8, 4) if mode.startswith(f"int{bits}")), 16)
     decides = mode.endswith("defaults")
-    path = export(Path(spec["model"]), Path(spec["exports"]), bits)
+    path = Path(spec["model"])
+    is_file = path.is_file()
+    if is_file and bits < 16:
+        raise CannotRun(f"{path.name} has the types that it has: nncf quantises checkpoints")
+    if not is_file:
+        path = export(path, Path(spec["exports"]), bits)
     properties: dict[str, Any] = {"INFERENCE_NUM_THREADS": spec["threads"]}
     stored = computed = cached = SHORT[spec["dtype"]]
     if stored == "bf16" and not computes_in_bfloat16():
@@ -90,7 +96,12 @@ def load(spec: dict[str, Any], mode: str) -> Engine:
     scheduler.max_num_seqs = spec["max_num_seqs"]
     if spec["max_num_batched_tokens"]:
         scheduler.max_num_batched_tokens = spec["max_num_batched_tokens"]
-    pipeline = openvino_genai.ContinuousBatchingPipeline(path, scheduler, "CPU", properties)
+    try:
+        pipeline = openvino_genai.ContinuousBatchingPipeline(path, scheduler, "CPU", properties)
+    except (RuntimeError, IndexError) as error:
+        if not is_file:
+            raise
+        raise CannotRun(f"OpenVINO does not read {path.name}: {' '.join(str(error).split())}") from error
 
     def run(workload: dict[str, Any]) -> int:
         prompts = [openvino.Tensor(np.array([prompt], np.int64)) for prompt in workload["prompts"]]
@@ -103,7 +114,7 @@ def load(spec: dict[str, Any], mode: str) -> Engine:
 
     how = "its defaults" if decides else f"computed in {computed}, KV {cached}"
     if bits == 16:
-        return Engine(run, f"weights {stored}, {how}", measure_depth)
+        return Engine(run, f"weights {'from the file' if is_file else stored}, {how}", measure_depth)
     activations = "activations 8 bits" if decides else "activations not quantised"
     num_bytes = (path / "openvino_model.bin").stat().st_size / count_parameters(Path(spec["model"]))
     return Engine(run, f"weights int{bits}, {num_bytes:.2f} bytes each, {activations}, {how}")

@@ -5,6 +5,7 @@ static      generate() on left-padded batches. Each batch runs until its longest
 continuous  the continuous batching of transformers, over a paged cache
 """
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -77,7 +78,11 @@ def load(spec: dict[str, Any], mode: str) -> Engine:
         raise CannotRun(f"transformers {transformers.__version__} has no continuous batching")
     torch.manual_seed(0)
     dtype = getattr(torch, spec["dtype"])
-    model = AutoModelForCausalLM.from_pretrained(spec["model"], dtype=dtype).to(spec["device"]).eval()
+    path = Path(spec["model"])
+    where: dict[str, Any] = {"pretrained_model_name_or_path": path}
+    if path.is_file():
+        where = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
+    model = AutoModelForCausalLM.from_pretrained(**where, dtype=dtype).to(spec["device"]).eval()
 
     @torch.inference_mode()
     def run(workload: dict[str, Any]) -> int:

@@ -4,7 +4,9 @@ bench_compare.py starts `INTERPRETER -m benchmarks.rivals.NAME SPEC MODE`, where
 The worker loads the engine, runs the warm-up and then the workload. Its last line is a JSON document: the seconds of
 each, the number of output tokens, versions, and a note for this line of the table. An engine that cannot run the
 workload raises CannotRun; the document then holds its sentence. For bench_depth.py the document has the seconds of
-prompts and steps.
+prompts and steps, and for gguf_distance.py the log-probabilities of prompts. A worker that takes turns, for
+bench_gguf.py, prints a document once it has loaded; then it runs each workload that a line of its input holds, and
+prints the seconds.
 """
 
 import json
@@ -35,6 +37,8 @@ class Engine(NamedTuple):
     """The types in which the engine stores and computes, for the table; may be empty."""
     measure_depth: Callable[[list[int]], list[DepthTimes]] | None = None
     """Measures the first n prompts of the workload, for each n of a list."""
+    score: Callable[[list[int]], list[float]] | None = None
+    """Returns the log-probability of each token of a prompt but the first."""
 
 
 class CannotRun(Exception):
@@ -51,16 +55,30 @@ def main(load: Callable[[dict[str, Any], str], Engine], versions: dict[str, str]
     spec = json.loads(Path(sys.argv[1]).read_text())
     mode = "".join(sys.argv[2:3])
     try:
+        if spec.get("takes_turns"):
+            return _take_turns(load(spec, mode), versions)
         document = _measure(load, spec, mode) | {"versions": versions}
     except CannotRun as sentence:
         document = {"cannot_run": str(sentence)}
     print(json.dumps(document), flush=True)
 
 
+def _take_turns(engine: Engine, versions: dict[str, str]) -> None:
+    """Run the workloads of stdin, one a line, until it ends."""
+    print(json.dumps({"note": engine.note, "versions": versions}), flush=True)
+    for line in sys.stdin:
+        workload = json.loads(line)
+        start = time.perf_counter()
+        engine.run(workload)
+        print(time.perf_counter() - start, flush=True)
+
+
 def _measure(load: Callable[[dict[str, Any], str], Engine], spec: dict[str, Any], mode: str) -> dict[str, Any]:
     start = time.perf_counter()
     engine = load(spec, mode)
     loaded = time.perf_counter()
+    if engine.score is not None and spec.get("scores"):
+        return {"logprobs": [engine.score(prompt) for prompt in spec["workload"]["prompts"]], "note": engine.note}
     engine.run(spec["warm_up"])
     if engine.measure_depth is not None and "depth" in spec:
         return {"depths": engine.measure_depth(spec["depth"]["num_seqs"]), "note": engine.note}

@@ -1,8 +1,10 @@
 """bench.py --compare: what workers are told, what becomes of their answers, what is said where one cannot run."""
 
 import importlib
+import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -289,6 +291,104 @@ def test_quantised_weights_are_measured_beside_our_own_without(stand_in: Any, tm
     assert result["ratios"] == {"nanovllm": 2.0, "nanovllm int8": 1.0, "other": 4.0}
 
 
+@pytest.mark.parametrize("named", ["m.gguf", ""])
+def test_every_engine_gets_the_gguf_file_itself(named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if its folder was named."""
+    from helpers.gguf_models import save_gguf
+
+    (tmp_path / "models").mkdir()
+    path = tmp_path / "models" / "m.gguf"
+    save_gguf(path, "qwen3", "Q8_0")
+    shutil.rmtree(path.with_name("m-transformers"))
+    args = bench.parse_arguments(["--model", str(path.parent / named), "--compare", "transformers"])
+    args.compare = ["llama-cpp", "openvino", "transformers"]
+    told: list[str] = []
+
+    def run_engine(command: list[str], *_: object) -> dict[str, Any]:
+        if "-m" in command:
+            told.append(json.loads(Path(command[3]).read_text())["model"])
+        else:
+            told.append(bench.parse_arguments(command[2:]).model)
+        found: dict[str, Any] = {"seconds": 1.0, "num_output_tokens": 7, "load_seconds": 1.0, "warm_up_seconds": 0.5}
+        return found | {"versions": {}}
+
+    monkeypatch.setattr(bench_compare, "run_engine", run_engine)
+    args.repeat = 1
+    compare(args, None, WORKLOAD, torch.float32, MACHINE)
+    lines = [line for name in args.compare for line in RIVALS[name].modes]
+    assert told == [str(path)] * (1 + len(lines))
+
+
+def specify(path: Path) -> dict[str, Any]:
+    path.write_bytes(b"GGUF")
+    return {"model": str(path), "exports": "none", "dtype": "bfloat16", "threads": 1, "max_num_seqs": 1}
+
+
+@pytest.mark.parametrize("mode", ["q8_0", "q4_0", "q4_k_m"])
+def test_llama_cpp_quantises_no_file(exporter: Any, mode: str, tmp_path: Path) -> None:
+    with pytest.raises(worker.CannotRun, match=f"m.gguf has the types that it has: .* {mode.upper()}"):
+        exporter.load(specify(tmp_path / "m.gguf"), mode)
+
+
+@pytest.mark.parametrize("words", ["unknown model architecture: 'new'", ""])
+def test_llama_cpp_says_why_it_does_not_load_a_file(exporter: Any, words: str, tmp_path: Path) -> None:
+    def load(path: bytes, _: object) -> None:
+        assert path == str(tmp_path / "m.gguf").encode()
+        if words:
+            exporter.print_errors(exporter.ERROR, f"{words}\n".encode(), None)
+            exporter.print_errors(exporter.ERROR, b"failed to load model\n", None)
+
+    exporter.llama_cpp.llama_model_load_from_file = load
+    exporter.llama_cpp.llama_model_default_params = lambda: None
+    with pytest.raises(worker.CannotRun, match=f"does not load .*m.gguf: {words or 'it gives no reason'}$"):
+        exporter.load(specify(tmp_path / "m.gguf"), "")
+
+
+@pytest.mark.parametrize(
+    ("mode", "sentence"),
+    [("", "OpenVINO does not read m.gguf: no such type: Q5_K$"), ("int4", "m.gguf has the types that it has")],
+)
+def test_openvino_says_why_it_does_not_load_a_file(
+    mode: str, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise RuntimeError("no such type:\n  Q5_K\n")
+
+    genai = SimpleNamespace(SchedulerConfig=SimpleNamespace, ContinuousBatchingPipeline=refuse, GenerationConfig=None)
+    monkeypatch.setitem(sys.modules, "openvino_genai", genai)
+    monkeypatch.setitem(sys.modules, "openvino", SimpleNamespace())
+    monkeypatch.delitem(sys.modules, "benchmarks.rivals.openvino", raising=False)
+    rival = importlib.import_module("benchmarks.rivals.openvino")
+    sys.modules.pop("benchmarks.rivals.openvino")
+    with pytest.raises(worker.CannotRun, match=sentence):
+        rival.load(specify(tmp_path / "m.gguf") | {"max_num_batched_tokens": None}, mode)
+
+
+def test_a_worker_that_takes_turns_prints_the_seconds_of_each_workload(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[dict[str, Any]] = []
+    lines = [{"prompts": [[n]], "output_lens": [n]} for n in (1, 2)]
+    (tmp_path / "spec.json").write_text('{"takes_turns": true}')
+    monkeypatch.setattr(sys, "argv", ["worker", str(tmp_path / "spec.json")])
+    monkeypatch.setattr(sys, "stdin", io.StringIO("".join(json.dumps(line) + "\n" for line in lines)))
+    worker.main(lambda *_: worker.Engine(lambda work: ran.append(work) or 1, "fast"), {"v": "1"})
+    first, *seconds = capsys.readouterr().out.splitlines()
+    assert json.loads(first) == {"note": "fast", "versions": {"v": "1"}}
+    assert len(seconds) == 2 and all(float(one) >= 0 for one in seconds)
+    assert ran == lines
+
+
+def test_a_worker_that_scores_prints_the_log_probabilities_of_the_prompts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "spec.json").write_text(json.dumps({"scores": True, "workload": vars(WORKLOAD)}))
+    monkeypatch.setattr(sys, "argv", ["worker", str(tmp_path / "spec.json")])
+    engine = worker.Engine(lambda _: 0, "", score=lambda prompt: [-0.5 * token for token in prompt[1:]])
+    worker.main(lambda *_: engine, {})
+    assert json.loads(capsys.readouterr().out)["logprobs"] == [[-1.0, -1.5], []]
+
+
 def test_a_worker_prints_one_document(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -320,7 +420,10 @@ def exporter(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The worker of llama.cpp, without its packages."""
     names = SimpleNamespace(QWEN2=2, QWEN3=3, QWEN35=35, QWEN35MOE=36)
     monkeypatch.setitem(sys.modules, "gguf", SimpleNamespace(MODEL_ARCH=names, GGUFWriter=None))
-    monkeypatch.setitem(sys.modules, "llama_cpp", SimpleNamespace(llama_log_callback=lambda function: function))
+    library = SimpleNamespace(llama_log_callback=lambda function: function)
+    library.llama_backend_init = lambda: None
+    library.llama_log_set = lambda *_: None
+    monkeypatch.setitem(sys.modules, "llama_cpp", library)
     monkeypatch.delitem(sys.modules, "benchmarks.rivals.llama_cpp", raising=False)
     yield importlib.import_module("benchmarks.rivals.llama_cpp")
     sys.modules.pop("benchmarks.rivals.llama_cpp")
