@@ -4,7 +4,9 @@
     python benchmarks/bench_quality.py tiny-qwen3 --chats 300       the built-in model, on questions of its own kind
     python benchmarks/bench_quality.py random                       a model of six layers with random weights
     python benchmarks/bench_quality.py random --outliers 50         a wide one; few inputs are 50 times the others
-    python benchmarks/bench_quality.py MODEL --checkpoint FOLDER    also a checkpoint that is quantised already
+    python benchmarks/bench_quality.py MODEL --checkpoint PATH      also a checkpoint, or a GGUF, of this model
+    python benchmarks/bench_quality.py tiny-qwen3 --chats 300 --formats --gguf Q4_0 Q4_K_M --llama-cpp-python PYTHON
+                                                                    only these types of llama.cpp (gguf_files.py)
 
 The reference is the unquantised model in float32. Each format scores the same tokens as the reference does, a window
 of tokens at a time: so only the logits of one window are in memory, twice. The text ships with Python (its licence and
@@ -12,7 +14,8 @@ the topics of its help) and with this repository (docs/*.md), unless --text name
 
 Perplexity is exp of the mean negative log-likelihood of a token. KL is the mean, over tokens, of the divergence of the
 format's distribution from the reference's, in nats. "Same top" is the share of tokens before which both find the same
-token most likely. Results are kept in a file, window by window: run the command again to go on after an interruption.
+token most likely. "Bits" are those of a GGUF's tensors, by their weights. Results are kept in a file, window by window:
+run the command again to go on after an interruption.
 """
 
 import argparse
@@ -35,6 +38,7 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from benchmarks.gguf_files import BUILT_IN, CannotQuantize, count_bytes, quantize, write_source
 from nanovllm import LLM
 from nanovllm.features.quantized.codes import Codes, Scales, pack_int4, quantize_int8
 from nanovllm.models.hub import find_model
@@ -104,7 +108,34 @@ def main(arguments: list[str] | None = None) -> None:
             write_random(folder, args)
         else:
             folder = find_model(args.model).resolve()
-        compare(folder, args)
+        files = {path.name: path for path in args.checkpoint}
+        refused = {}
+        if args.gguf:
+            source = write_source(Path(stack.enter_context(tempfile.TemporaryDirectory())))
+            made, refused = make_files(source, args.gguf, args.llama_cpp_python)
+            files |= made
+        compare(folder, files, args)
+    for kind, reason in refused.items():
+        print(f"{kind} is not in the table: {reason}")
+
+
+def make_files(source: Path, kinds: list[str], python: str | None) -> tuple[dict[str, Path], dict[str, str]]:
+    """Write a GGUF in each type. Return the files by the names of their lines, and why some types are not among them.
+
+    Args:
+        source: the file in BF16.
+        python: an interpreter that has llama.cpp; None for the `gguf` package.
+    """
+    files = {}
+    refused = {}
+    for kind in kinds:
+        try:
+            path = quantize(source, kind, python)
+        except CannotQuantize as error:
+            refused[kind] = str(error)
+        else:
+            files[kind if python or path == source else f"{kind}, by the gguf package"] = path
+    return files, refused
 
 
 def write_random(folder: Path, args: argparse.Namespace) -> None:
@@ -153,13 +184,10 @@ def enlarge_inputs(checkpoint: Path, factor: float, in_first_token: bool) -> Non
     save_file(tensors, checkpoint, metadata={"format": "pt"})
 
 
-def compare(folder: Path, args: argparse.Namespace) -> None:
-    """Score all windows with the reference and with each format, and print the table."""
-    formats = {name: FORMATS[name] for name in args.formats}
-    sources = dict.fromkeys(formats, folder)
-    for path in args.checkpoint:
-        formats[path.name] = Format({"dtype": "float32"})
-        sources[path.name] = path
+def compare(folder: Path, files: dict[str, Path], args: argparse.Namespace) -> None:
+    """Score all windows with the reference, with each format and with each quantised copy, and print the table."""
+    formats = {name: FORMATS[name] for name in args.formats} | dict.fromkeys(files, Format({"dtype": "float32"}))
+    sources = dict.fromkeys(formats, folder) | files
     results = args.results or Path(f"quality-{folder.name}.jsonl")
     with open_llm(folder, Format({"dtype": "float32"}), args.window) as reference:
         windows = make_windows(reference, args)
@@ -183,15 +211,18 @@ def compare(folder: Path, args: argparse.Namespace) -> None:
                         file.write(json.dumps({"key": key, "format": name, "index": i, "tally": tally}) + "\n")
                         file.flush()
                         bar.update()
-    print_table({name: [done[name][i] for i in range(len(windows))] for name in formats})
+    sizes = {name: count_bytes(path) for name, path in files.items() if path.suffix == ".gguf"}
+    print_table({name: [done[name][i] for i in range(len(windows))] for name in formats}, sizes)
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("model", help="a folder, a Hugging Face id, tiny-qwen3 for the built-in model, or random")
-    add("--formats", nargs="+", choices=FORMATS, default=list(FORMATS), metavar="FORMAT", help="; ".join(FORMATS))
-    add("--checkpoint", nargs="+", type=Path, default=[], metavar="FOLDER", help="quantised copies of the same model")
+    add("--formats", nargs="*", choices=FORMATS, default=list(FORMATS), metavar="FORMAT", help="; ".join(FORMATS))
+    add("--checkpoint", nargs="+", type=Path, default=[], metavar="PATH", help="quantised copies of the same model")
+    add("--gguf", nargs="+", default=[], metavar="TYPE", help="also the built-in model in these types of llama.cpp")
+    add("--llama-cpp-python", metavar="PYTHON", help="an interpreter with llama.cpp, which quantises to every type")
     add("--text", nargs="+", type=Path, default=[], metavar="FILE", help="files to score instead of the default text")
     add(
         "--chats", type=int, default=0, metavar="N", help="instead, N answers as the built-in model was trained to give"
@@ -207,6 +238,8 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
             parser.error(f"--{name.replace('_', '-')} is {getattr(args, name)}; it must be at least 2")
     if args.outliers is not None and (args.model != "random" or not args.outliers >= 1):
         parser.error(f"--outliers is {args.outliers} and MODEL {args.model}; it must be at least 1, and MODEL random")
+    if args.gguf and args.model != BUILT_IN:
+        parser.error(f"--gguf is for {BUILT_IN}, and MODEL is {args.model}: name files with --checkpoint")
     if args.first_token and args.outliers is None:
         parser.error("--first-token says where outliers are: give --outliers FACTOR, too")
     return args
@@ -352,19 +385,29 @@ def read_results(path: Path, key: dict[str, Any]) -> dict[str, dict[int, Tally]]
     return done
 
 
-def print_table(results: dict[str, list[Tally]]) -> None:
-    """Print the table in Markdown."""
-    print("\n| format | perplexity | against the reference | KL | same top |\n| --- | ---: | ---: | ---: | ---: |")
+def print_table(results: dict[str, list[Tally]], sizes: dict[str, tuple[int, int]]) -> None:
+    """Print the table in Markdown.
+
+    Args:
+        sizes: of some lines, the bytes and the number of the weights.
+    """
+    print("\n| format | perplexity | against the reference | KL | same top | bytes | bits |")
+    print("| --- | ---: | ---: | ---: | ---: | ---: | ---: |")
     some = next(iter(results.values()))
     count = sum(tally.num_tokens for tally in some)
     base = sum(tally.reference_loss for tally in some) / count
-    print(f"| the reference, float32 | {math.exp(base):.4f} | | | |")
+    print(f"| the reference, float32 | {math.exp(base):.4f} | | | | | |")
     for name, tallies in results.items():
         loss = sum(tally.loss for tally in tallies) / count
         divergence = sum(tally.divergence for tally in tallies) / count
         same = sum(tally.num_same for tally in tallies) / count
         rise = 100 * math.expm1(loss - base)
-        print(f"| {name} | {math.exp(loss):.4f} | {rise:+.2f} % | {divergence:.6f} | {100 * same:.2f} % |")
+        size = ""
+        if name in sizes:
+            num_bytes, num_weights = sizes[name]
+            size = f"{num_bytes:,} | {8 * num_bytes / num_weights:.2f}"
+        cells = f"{math.exp(loss):.4f} | {rise:+.2f} % | {divergence:.8f} | {100 * same:.2f} %"
+        print(f"| {name} | {cells} | {size or '|'} |")
     print(f"\n{count:,} tokens were scored.")
 
 

@@ -121,9 +121,9 @@ def test_perplexity_is_of_the_mean_over_tokens(capsys: pytest.CaptureFixture[str
         bench_quality.Tally(3, 3 * math.log(5), 3 * math.log(4), 0.3, 2),
         bench_quality.Tally(1, math.log(5), math.log(4), 0.1, 1),
     ]
-    print_table({"some": tallies})
+    print_table({"some": tallies}, {"some": (1500, 2000)})
     assert "| the reference, float32 | 4.0000 |" in (out := capsys.readouterr().out)
-    assert "| some | 5.0000 | +25.00 % | 0.100000 | 75.00 % |" in out
+    assert "| some | 5.0000 | +25.00 % | 0.10000000 | 75.00 % | 1,500 | 6.00 |" in out
 
 
 def test_text_ships_with_python_and_the_repository() -> None:
