@@ -333,15 +333,15 @@ def names_causal_model(architectures: list[Any], causal: str) -> bool:
     """
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    name = str(architectures[0]) if architectures else ""
-    if name.endswith("ForConditionalGeneration"):
+    name = str(architectures[0]).lower() if architectures else ""
+    if name.endswith("forconditionalgeneration"):
         return True
-    if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
-        return name == causal
-    if name.endswith(("ForCausalLM", "LMHeadModel")):
+    if name in map(str.lower, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()):
+        return name == causal.lower()
+    if name.endswith(("forcausallm", "lmheadmodel")):
         return True
-    stem = re.sub("ForCausalLM$|LMHeadModel$", "", causal)
-    return name.lower() in (f"{stem}Model".lower(), f"{stem}TextModel".lower())
+    stem = re.sub("forcausallm$|lmheadmodel$", "", causal.lower())
+    return name in (f"{stem}model", f"{stem}textmodel")
 
 
 def describe_support(architectures: list[Any], source: str) -> str:

@@ -9,6 +9,7 @@ import shutil
 import time
 from array import array
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -881,7 +882,7 @@ def test_a_request_knows_when_it_came_began_and_ended(llm: LLM) -> None:
     after = time.time()
     for output in (short, long, n):
         metrics = pickle.loads(pickle.dumps(output)).metrics
-        assert metrics == output.metrics
+        assert metrics == output.metrics and asdict(metrics) == vars(metrics), "clients of vLLM's call asdict()"
         assert before <= metrics.arrival_time <= metrics.first_token_ts <= metrics.last_token_ts <= after
         assert metrics.first_token_latency == metrics.first_token_ts - metrics.arrival_time
     assert long.metrics.first_token_ts < long.metrics.last_token_ts and short.metrics.last_token_ts < after

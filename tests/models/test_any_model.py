@@ -666,6 +666,7 @@ def test_a_value_that_no_model_can_have_is_refused_whosever_code_would_run(tmp_p
 SPELLINGS: dict[str, tuple[str, list[str]]] = {
     "PhiMoE": ("PhimoeForCausalLM", ["PhiMoEForCausalLM"]),
     "another stem": ("Gemma2ForCausalLM", ["MyGemmaForCausalLM"]),
+    "small letters": ("Phi3ForCausalLM", ["phi3forcausallm"]),
     "a native family": ("LlamaForCausalLM", ["LLaMAForCausalLM"]),
 }
 
