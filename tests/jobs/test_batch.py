@@ -213,7 +213,7 @@ def test_the_summary_tells_each_kind_of_error_with_the_first_and_the_file_of_cou
     for error in counts["errors"]:
         assert f"{error['count']} x {error['code']}, the first: {error['first']}" in log.text
     assert counts["tokens_per_hour"] == pytest.approx(3600 * counts["tokens_per_second"], rel=1e-3)
-    assert counts["load_seconds"] < 60 and counts["peak_memory_bytes"] > 10 << 20
+    assert counts["load_seconds"] < 600 and counts["peak_memory_bytes"] > 10 << 20
 
 
 def test_the_counts_of_tokens_are_the_sums_of_the_results(tmp_path: Path, log: pytest.LogCaptureFixture) -> None:

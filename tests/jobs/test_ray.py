@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from threading import Barrier
+from threading import Barrier, Event
 from typing import Any
 
 import numpy as np
@@ -33,6 +33,7 @@ from nanovllm.apps.jobs.source import Line, Reading, Source
 from nanovllm.apps.ray import guard as ray_guard
 from nanovllm.apps.ray.cluster import check_room, lines_per_part, parts_in_flight, read_parts, run_on_ray
 from nanovllm.config import EngineConfig
+from nanovllm.engine.sequence import Request
 from nanovllm.ray import RayLLM, actors
 
 OPTIONS: dict[str, Any] = {
@@ -47,20 +48,34 @@ GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 # ---- an engine that many threads share
 
 
-def test_batches_of_several_threads_run_in_the_same_steps(reciter: Path) -> None:
+def test_batches_of_several_threads_run_in_the_same_steps(reciter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first step waits until each thread has submitted all its requests."""
     from nanovllm.features.sharing import EngineThread
 
     llm = LLM(str(reciter), **OPTIONS)
     engine = EngineThread(llm.engine)
 
-    def run(barrier: Barrier) -> set[int]:
-        barrier.wait()
-        return {index for index, _ in engine.stream([llm.prepare("a", GREEDY)] * 2)}
+    step = llm.engine.step
+    submitted = Event()
 
-    run(Barrier(1))
+    def step_late() -> Any:
+        assert submitted.wait(60)
+        return step()
+
+    def give_two(barrier: Barrier) -> Iterator[Request]:
+        yield llm.prepare("a", GREEDY)
+        yield llm.prepare("a", GREEDY)
+        barrier.wait(60)
+
+    def run(barrier: Barrier) -> set[int]:
+        return {index for index, _ in engine.stream(give_two(barrier))}
+
+    monkeypatch.setattr(llm.engine, "step", step_late)
+    run(Barrier(1, submitted.set))
     alone = llm.stats()["num_steps"]
+    submitted.clear()
     with ThreadPoolExecutor(2) as threads:
-        assert list(threads.map(run, [Barrier(2)] * 2)) == [{0, 1}, {0, 1}]
+        assert list(threads.map(run, [Barrier(2, submitted.set)] * 2)) == [{0, 1}, {0, 1}]
     assert llm.stats()["num_steps"] - alone < 1.7 * alone
 
 
@@ -328,7 +343,12 @@ def test_a_cluster_answers_as_one_process_does(
 @pytest.mark.slow
 def test_anybodys_pipeline_may_use_the_engine_and_its_batches_overlap(cluster: str, reciter: Path) -> None:
     class Counting(RayLLM):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            self._two = Barrier(2, timeout=60)
+
         def generate(self, batch: Any) -> dict[str, Any]:
+            self._two.wait()
             result = super().generate(batch)
             return {**result, "num_steps": [self._llm.stats()["num_steps"]] * len(batch["prompt"])}
 

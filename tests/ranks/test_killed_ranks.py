@@ -29,7 +29,7 @@ from nanovllm import LLM
 
 SHARE = float(os.environ.get("NANOVLLM_ATTACKS", "0"))
 MOST_SECONDS = float(os.environ.get("NANOVLLM_ATTACK_SECONDS", "60"))
-SOON = 10.0
+SOON = 50.0
 """Seconds within which rank 0 must say why, and all traces must be gone."""
 NUM_RANKS = 3
 KIND = os.environ.get("NANOVLLM_RANKS", "tensor_parallel_size")

@@ -426,6 +426,7 @@ def test_two_ranks_over_nccl_end_at_once(
     option: str, end: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody waits for a rank that does not leave NCCL's group: rank 0 if it is dropped, a follower if it is killed."""
+    monkeypatch.setattr("nanovllm.features.distributed.follower_group.PATIENCE", 200.0)  # who does not end is killed
     save_random(tmp_path, **TINY | {"num_key_value_heads": 2})
     options = {option: 2, "distributed_backend": "nccl", "num_kvcache_blocks": 8}
     with rehearse(num_devices=2):
@@ -441,8 +442,7 @@ def test_two_ranks_over_nccl_end_at_once(
             llm.close()
         del llm
         gc.collect()
-        # A follower that does not end is killed after 5 seconds. An idle machine takes 0.3.
-        assert time.monotonic() - since < 4
+        assert time.monotonic() - since < 50, "an idle machine takes 0.3 s"
     assert not Path(f"/proc/{follower}").exists()
 
 
