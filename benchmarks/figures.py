@@ -1,4 +1,4 @@
-"""Reads the figures of the project: benchmarks/results/*.json, one file for each measurement.
+"""Reads and writes the figures of the project: benchmarks/results/*.json, one file for each measurement.
 
 A file has these keys:
 
@@ -15,7 +15,7 @@ Figures stay text. So a page shows each as it was written down, with its zeros.
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -98,6 +98,16 @@ def read(path: Path) -> Results:
         comparisons.append(Comparison(machine, section, ours, beside, ratios, entry.get("readme", False)))
     said = {key: data[key] for key in ("machine", "commit", "versions", "work", "runs", "ceiling", "commands")}
     return Results(path.stem, **said, tables=tables, comparisons=comparisons)
+
+
+def update(path: Path, tables: Mapping[str, Any], **said: Any) -> None:
+    """Write tables into a file, beside those that it has, and what else is said of them."""
+    data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"), parse_float=str)  # so 1.30 stays 1.30
+    data |= said
+    data["tables"] |= tables
+    text = json.dumps(data, indent=2, ensure_ascii=False)
+    rows = re.sub(r"\[[^\[\]]*\]", lambda found: " ".join(found[0].split()), text)
+    path.write_text(rows + "\n", encoding="utf-8")
 
 
 def list_figures(results: Results) -> Iterator[str]:

@@ -1,11 +1,11 @@
-"""Writes what benchmarks/results says into docs/benchmarks.md, docs/compare.md, the README and the README's picture.
+"""Writes what benchmarks/results says into PAGES, and into the README's picture.
 
     python benchmarks/make_tables.py            after a file of benchmarks/results has changed
     python benchmarks/make_tables.py --check    writes nothing; exits with 1 if a page says something else
 
 In a page `<!-- figures: FILE; TABLE; TABLE -->` begins a block, and `<!-- end -->` ends it. What is between them is
-written anew: how it was measured, and these tables of benchmarks/results/FILE.json. A block `<!-- ratios: all -->` has
-the comparisons of all files, and `<!-- ratios: readme -->` those that the README shows.
+written anew: how it was measured, and these tables of benchmarks/results/FILE.json, or all if none is named. A block
+`<!-- ratios: all -->` has the comparisons of all files, and `<!-- ratios: readme -->` those that the README shows.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from benchmarks.draw_speed import draw
 from benchmarks.figures import Cell, Comparison, Results, Table, read_all
 
 ROOT = Path(__file__).parents[1]
-PAGES = ("README.md", "docs/benchmarks.md", "docs/compare.md")
+PAGES = ("README.md", "docs/benchmarks.md", "docs/compare.md", "docs/gguf.md")
 PICTURE = "docs/speed.svg"
 DRAWN = ("xeon-amx", "speed")
 """The file and the table of the picture."""
@@ -65,7 +65,7 @@ def fill(text: str, page: str, results: dict[str, Results]) -> str:
             body = write_ratios(comparisons, here, what == "readme")
         else:
             name, *tables = what.split("; ")
-            body = write_results(results[name], tables, "" if here else "../")
+            body = write_results(results[name], tables or list(results[name].tables), "" if here else "../")
         return f"{begin}\n{body}\n{end}"
 
     return BLOCK.sub(write_block, text)
