@@ -13,7 +13,7 @@ import torch
 from helpers.gguf_models import describe_tokenizer, draw_matrix, save_gguf, write_gguf
 from helpers.paths import BOX_MODEL
 from helpers.tiny import SMALL, draw_prompts, greedy
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.inputs import LoRARequest
@@ -270,13 +270,9 @@ metric_list: [{metric: acc}, {metric: brier_score}]
 """
 
 
-@pytest.mark.slow
-def test_eval_measures_of_a_gguf_what_it_measures_of_the_folder(
-    box: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The Brier score has the log-probability of each choice in it."""
-    from nanovllm.apps.cli import main
-
+@pytest.fixture
+def sums(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a task. The harness's own tasks are left out: it reads them for seconds."""
     tasks = pytest.importorskip("lm_eval.tasks")
     monkeypatch.setattr(
         tasks.TaskManager, "__init__", partialmethod(tasks.TaskManager.__init__, include_defaults=False)
@@ -285,14 +281,53 @@ def test_eval_measures_of_a_gguf_what_it_measures_of_the_folder(
     rows = [{"a": a, "b": 3, "choices": [str(a + 3), str(a + 4)], "answer": 0} for a in range(8)]
     (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "sums.yaml").write_text(TASK.replace("SUMS", str(tmp_path / "sums.jsonl")))
-    scores = []
-    for name, model in (("folder", BOX_MODEL), ("gguf", box)):
-        command = ["eval", "--model", str(model), "dtype=float32", "max_model_len=192", "--include_path", str(tmp_path)]
-        assert main([*command, "--tasks", "sums", "--output_path", str(tmp_path / name)]) == 0
-        (results,) = (tmp_path / name).rglob("results_*.json")
-        found = json.loads(results.read_text())["results"]["sums"]
-        scores.append((found["acc,none"], found["brier_score,none"]))
-    assert scores[0] == scores[1]
+    return tmp_path
+
+
+def run_eval(model: Path, sums: Path) -> tuple[float, float]:
+    """Return the accuracy and the Brier score, which has the log-probability of each choice in it."""
+    from nanovllm.apps.cli import main
+
+    place = sums / model.stem
+    command = ["eval", "--model", str(model), "dtype=float32", "max_model_len=192", "--include_path", str(sums)]
+    assert main([*command, "--tasks", "sums", "--output_path", str(place)]) == 0
+    (results,) = place.rglob("results_*.json")
+    found = json.loads(results.read_text())["results"]["sums"]
+    return found["acc,none"], found["brier_score,none"]
+
+
+@pytest.mark.slow
+def test_eval_measures_of_a_gguf_what_it_measures_of_the_folder(box: Path, sums: Path) -> None:
+    assert run_eval(box, sums) == run_eval(BOX_MODEL, sums)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["Q4_0", "Q5_1", "Q8_0"])
+def test_eval_measures_of_a_quantised_gguf_what_hf_measures_of_its_weights(box: Path, sums: Path, kind: str) -> None:
+    """The tolerance is that of tests/api/test_lm_eval.py. The file in BF16 is farther away, so the rounding is seen."""
+    from lm_eval import simple_evaluate
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+
+    from benchmarks.gguf_files import quantize_with_package
+
+    path = sums / f"{kind}.gguf"
+    quantize_with_package(box, path, kind)
+    weights = {
+        tensor.name: gguf.dequantize(tensor.data, tensor.tensor_type) for tensor in gguf.GGUFReader(path).tensors
+    }
+    model = AutoModelForCausalLM.from_pretrained(BOX_MODEL, dtype=torch.float32)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, model.config.num_hidden_layers)
+    for name, parameter in model.named_parameters():
+        parameter.data = torch.from_numpy(weights[names.get_name(name, (".weight",))].copy())
+    hf = HFLM(model, tokenizer=AutoTokenizer.from_pretrained(BOX_MODEL), max_length=192, batch_size=4)
+    manager = TaskManager(include_path=str(sums))
+    expected = simple_evaluate(hf, tasks=["sums"], task_manager=manager, bootstrap_iters=0)["results"]["sums"]
+    accuracy, brier_score = run_eval(path, sums)
+    assert accuracy == expected["acc,none"]
+    assert brier_score == pytest.approx(expected["brier_score,none"], rel=1e-3)
+    if kind == "Q4_0":
+        assert run_eval(box, sums)[1] != pytest.approx(brier_score, rel=1e-2)
 
 
 def test_the_built_in_model_as_a_gguf_answers_as_its_folder_does(box: Path) -> None:

@@ -149,7 +149,7 @@ def damage(data: bytes, rng: random.Random) -> bytes:
 
 
 def find_kind(value: Any) -> Any:
-    """Return the type of a value in metadata. llama.cpp has whole numbers without a sign."""
+    """Return the type of a value in metadata. llama.cpp has single whole numbers without a sign."""
     import gguf
 
     return gguf.GGUFValueType.UINT32 if type(value) is int else gguf.GGUFValueType.get_type(value)
@@ -197,7 +197,7 @@ def write_gguf(
     writer = gguf.GGUFWriter(path, architecture, **limit)
     for key, value in (describe(architecture, config) | dict(metadata or {})).items():
         if value is not None:
-            item = find_kind(value[0]) if isinstance(value, list) else None
+            item = gguf.GGUFValueType.get_type(value[0]) if isinstance(value, list) else None
             writer.add_key_value(key, value, find_kind(value), item)
 
     def add(name: str, parameter: torch.Tensor, heads: int = 0, plus: float = 0.0) -> None:
