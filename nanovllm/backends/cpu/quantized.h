@@ -106,9 +106,9 @@ template <Nibbles NIBBLES> constexpr NibbleTables NIBBLE_TABLES{NIBBLES};
 //     BITS              of a code before it is packed           BYTES, INPUTS, STEPS    of a chunk
 //     ZERO              fills a chunk where there are no inputs
 //     place(column, k)  where a code lies, counted in codes     put     writes a chunk from PANEL rows of codes
-//     right             register v of the columns of a step     numbers the same of one input, as whole numbers
+//     right             register v of the columns of a step, in the way that is fastest for so many ROWS
+//     numbers           the same of one input, as whole numbers
 //     code              the number of a single code
-//     WIDENS_FAST       whether `right` takes no longer than to load a register
 //     HAS_SMALL_GROUPS  whether small groups have a loop of their own
 
 // Bytes from -127 to 127; with WHOLE, -128 too.
@@ -120,7 +120,7 @@ template <class P, bool WHOLE> struct Int8 {
 #else
     static constexpr bool LOOKED_UP = false;
 #endif
-    static constexpr bool HAS_SMALL_GROUPS = !WHOLE, WIDENS_FAST = false;
+    static constexpr bool HAS_SMALL_GROUPS = !WHOLE;
     static constexpr int place(int column, int k) {
         if (LOOKED_UP) return column % 16 / 4 * 16 + column / 16 * 8 + column % 4 * 2 + k;  // see _mm512_unpacklo_epi8
         return IN_PAIRS<P> ? column * INPUTS + k : k * PANEL + column;
@@ -172,7 +172,7 @@ template <class P, bool WHOLE> struct Int8 {
 template <class P> struct Int6 {
     using left = P;
     static constexpr int BITS = 8, BYTES = 3 * LINE, ZERO = 0, INPUTS = 8, STEPS = INPUTS / 2;
-    static constexpr bool HAS_SMALL_GROUPS = true, WIDENS_FAST = true;
+    static constexpr bool HAS_SMALL_GROUPS = true;
     static constexpr int place(int column, int k) { return Int8<P, false>::place(column, k % 2); }  // in a line
     static inline void put(uint8_t* chunk, const uint8_t* rows, int64_t row) {
         for (int c = 0; c < PANEL; ++c)
@@ -219,7 +219,7 @@ template <class P> constexpr bool KEEPS_SIX_BITS = false;
 template <class P, Nibbles NIBBLES> struct Int4 {
     using left = P;
     static constexpr int BITS = 4, BYTES = LINE, INPUTS = 2 * BYTES / PANEL, STEPS = INPUTS / PER_STEP<P>;
-    static constexpr bool HAS_SMALL_GROUPS = true, WIDENS_FAST = true;
+    static constexpr bool HAS_SMALL_GROUPS = true;
     static constexpr int FLIP = NIBBLES == SIGNED ? 8 : 0, ZERO = FLIP * 17;  // a stored code is the given one ^ FLIP
     static constexpr const NibbleTables& TABLE = NIBBLE_TABLES<NIBBLES>;
 #if defined(__AVX2__) && !defined(__AVX512F__)
@@ -501,9 +501,9 @@ inline void add_group(const Quantized& m, int64_t group, int64_t panel, int64_t 
         for (int64_t r = 0; r < rows; ++r) {
             float* to = totals + r * width + v;
             rf sum = load<rf>(sums + r * width + v);
-            if (m.zeros) sum -= zero * input_sums[r * groups + group];
+            if (m.zeros) sum -= zero * input_sums[group * rows + r];
             rf total = (group ? load<rf>(to) : rf{}) + sum * scale;
-            if (m.minima.values) total -= minimum * input_sums[r * groups + group];
+            if (m.minima.values) total -= minimum * input_sums[group * rows + r];
             store(to, total);
         }
     }
@@ -522,18 +522,66 @@ template <class Q> inline bool has_small_groups(const Quantized& m) {
            RUN % (MOST_TOGETHER * steps) == 0 && !uses_amx<typename Q::left>();
 }
 
-// Adds the products of ROWS rows and `count` groups of `chunks` chunks each to totals [ROWS][PANEL], in the order of
-// `add_group`. `row` counts the groups of all panels up to the first of these. right(chunk, step, v) returns a register
-// of the columns; chunks count from the first of the groups. TOGETHER groups have their sums at the same time: where rows
-// are few, that hides the latency of the multiply-add.
-template <class P, int STEPS, int ROWS, int TOGETHER, class Right>
-ALWAYS_INLINE void add_groups(const typename P::left* a, int64_t count, int64_t chunks, const Quantized& m, int64_t row,
-                              const float* input_sums, int64_t sums_row, float* totals, Right right) {
+// The columns of a run, widened, and the scales and minima of its groups as float32.
+struct Kept {
+    alignas(64) float columns[RUN * PANEL];
+    alignas(64) float scales[RUN * PANEL];
+    alignas(64) float minima[RUN * PANEL];
+};
+
+// Where rows are cut into pieces, each piece has so many at least.
+constexpr int LEAST_GROUP_ROWS = (MOST_GROUP_ROWS + 1) / 2;
+
+// Reads a run of a matrix, register by register: `codes` are those of its chunks, and `row` counts the groups of all
+// panels up to its first. With KEEP, it writes to `kept` what it has read.
+template <class Q, bool KEEP> struct ReadRun {
+    static constexpr int STEPS = Q::STEPS, LEAST_ROWS = KEEP ? LEAST_GROUP_ROWS : 1;
+    const Quantized& m;
+    const uint8_t* codes;
+    int64_t row;
+    Kept& kept;
+    ALWAYS_INLINE rf columns(int64_t chunk, int step, int v) const {
+        const uint8_t* at = codes + chunk * Q::BYTES;
+        if (step == 0 && v == 0)
+            for (int byte = 0; byte < Q::BYTES; byte += LINE) __builtin_prefetch(at + AHEAD + byte, 0, 2);
+        return keep(kept.columns, chunk * STEPS + step, v, Q::right(at, step, v));
+    }
+    ALWAYS_INLINE rf scales(int64_t g, int v) const {
+        return keep(kept.scales, g, v, m.scales.at(row + g, v * PART_LANES));
+    }
+    ALWAYS_INLINE rf minima(int64_t g, int v) const {
+        return keep(kept.minima, g, v, m.minima.at(row + g, v * PART_LANES));
+    }
+    static ALWAYS_INLINE rf keep(float* to, int64_t line, int v, rf value) {
+        if (KEEP) store(to + line * PANEL + v * PART_LANES, value);
+        return value;
+    }
+};
+
+// Reads what was kept.
+struct ReadKept {
+    static constexpr int STEPS = 1, LEAST_ROWS = LEAST_GROUP_ROWS;
+    const Kept& kept;
+    ALWAYS_INLINE rf columns(int64_t chunk, int, int v) const { return at(kept.columns, chunk, v); }
+    ALWAYS_INLINE rf scales(int64_t g, int v) const { return at(kept.scales, g, v); }
+    ALWAYS_INLINE rf minima(int64_t g, int v) const { return at(kept.minima, g, v); }
+    static ALWAYS_INLINE rf at(const float* from, int64_t line, int v) {
+        return load<rf>(from + line * PANEL + v * PART_LANES);
+    }
+};
+
+// Adds the products of ROWS rows and the groups from `begin` to `end` of a run, of `chunks` chunks each, to totals
+// [ROWS][PANEL], in the order of `add_group`. input_sums [groups][rows] begins with the first of these rows; it is null
+// if the matrix has no minima. TOGETHER groups have their sums at the same time: where rows are few, that hides the
+// latency of the multiply-add. `run` is a copy, because compilers read its fields anew after each store otherwise.
+template <class P, int ROWS, int TOGETHER, class Run>
+ALWAYS_INLINE void add_groups(const typename P::left* a, int64_t begin, int64_t end, int64_t chunks, Run run,
+                              const float* input_sums, int64_t rows, float* totals) {
     constexpr int SUMS = ROWS * REGISTERS;
     rf total[SUMS];
 #pragma GCC unroll 24
     for (int j = 0; j < SUMS; ++j) total[j] = load<rf>(totals + j * PART_LANES);
-    for (int64_t g = 0; g < count; g += TOGETHER) {
+    for (int64_t g = begin; g < end; g += TOGETHER) {
         rf acc[TOGETHER * SUMS];
 #pragma GCC unroll 24
         for (int j = 0; j < TOGETHER * SUMS; ++j) acc[j] = rf{};
@@ -541,60 +589,55 @@ ALWAYS_INLINE void add_groups(const typename P::left* a, int64_t count, int64_t 
 #pragma GCC unroll 24
             for (int n = 0; n < TOGETHER; ++n)
 #pragma GCC unroll 24
-                for (int step = 0; step < STEPS; ++step) {
+                for (int step = 0; step < Run::STEPS; ++step) {
                     const int64_t chunk = (g + n) * chunks + i;
                     rf columns[REGISTERS];
 #pragma GCC unroll 24
-                    for (int v = 0; v < REGISTERS; ++v) columns[v] = right(chunk, step, v);
+                    for (int v = 0; v < REGISTERS; ++v) columns[v] = run.columns(chunk, step, v);
 #pragma GCC unroll 24
                     for (int j = 0; j < SUMS; ++j)
                         acc[n * SUMS + j] = P::fma(acc[n * SUMS + j],
-                                                   a[j / REGISTERS * LEFT_ROW + chunk * STEPS + step],
+                                                   a[j / REGISTERS * LEFT_ROW + chunk * Run::STEPS + step],
                                                    columns[j % REGISTERS]);
                 }
 #pragma GCC unroll 24
         for (int n = 0; n < TOGETHER; ++n)
 #pragma GCC unroll 24
             for (int v = 0; v < REGISTERS; ++v) {
-                const rf scale = m.scales.at(row + g + n, v * PART_LANES);
+                const rf scale = run.scales(g + n, v);
 #pragma GCC unroll 24
                 for (int r = 0; r < ROWS; ++r) total[r * REGISTERS + v] += acc[n * SUMS + r * REGISTERS + v] * scale;
-                if (!m.minima.values) continue;
-                const rf minimum = m.minima.at(row + g + n, v * PART_LANES);
+                if (!input_sums) continue;
+                const rf minimum = run.minima(g + n, v);
 #pragma GCC unroll 24
                 for (int r = 0; r < ROWS; ++r)
-                    total[r * REGISTERS + v] -= minimum * input_sums[r * sums_row + g + n];
+                    total[r * REGISTERS + v] -= minimum * input_sums[(g + n) * rows + r];
             }
     }
 #pragma GCC unroll 24
     for (int j = 0; j < SUMS; ++j) store(totals + j * PART_LANES, total[j]);
 }
 
-// Calls `add_groups` for at most MOST_GROUP_ROWS rows, of which `a` has the first, and the groups of a run.
-template <class P, int STEPS, int ROWS = MOST_GROUP_ROWS, class Right>
-inline void add_groups_of(int64_t rows, const typename P::left* a, int64_t count, int64_t chunks, const Quantized& m,
-                          int64_t row, const float* input_sums, int64_t sums_row, float* totals, Right right) {
-    if constexpr (ROWS > 0) {
-        if (rows != ROWS)
-            return add_groups_of<P, STEPS, ROWS - 1>(rows, a, count, chunks, m, row, input_sums, sums_row, totals,
-                                                     right);
+// Calls `add_groups` for a piece of at most MOST_GROUP_ROWS of the rows, and `count` groups.
+template <class P, int ROWS = MOST_GROUP_ROWS, class Run>
+inline void add_groups_of(int64_t piece, const typename P::left* a, int64_t count, int64_t chunks, Run run,
+                          const float* input_sums, int64_t rows, float* totals) {
+    if constexpr (ROWS >= Run::LEAST_ROWS) {
+        if (piece != ROWS) return add_groups_of<P, ROWS - 1>(piece, a, count, chunks, run, input_sums, rows, totals);
         constexpr int TOGETHER = ROWS == 1 ? MOST_TOGETHER : ROWS <= 3 ? 2 : 1;
-        const int64_t in_fours = count / TOGETHER * TOGETHER, rest = count - in_fours;
-        add_groups<P, STEPS, ROWS, TOGETHER>(a, in_fours, chunks, m, row, input_sums, sums_row, totals, right);
-        if (TOGETHER == 1 || rest == 0) return;
-        add_groups<P, STEPS, ROWS, 1>(
-            a + in_fours * chunks * STEPS, rest, chunks, m, row + in_fours, input_sums + in_fours, sums_row, totals,
-            [=](int64_t chunk, int step, int v) { return right(in_fours * chunks + chunk, step, v); });
+        const int64_t most = count / TOGETHER * TOGETHER;
+        add_groups<P, ROWS, TOGETHER>(a, 0, most, chunks, run, input_sums, rows, totals);
+        if (most < count) add_groups<P, ROWS, 1>(a, most, count, chunks, run, input_sums, rows, totals);
     }
 }
 
-// Computes totals [rows][PANEL] = x times a panel whose groups are small. Each piece of the rows widens the columns of
-// a run anew, unless it takes longer than to load them: then they are widened once.
+// Computes totals [rows][PANEL] = x times a panel whose groups are small. The first piece of the rows reads a run of the
+// matrix, and keeps what it has widened for the others.
 template <class Q>
 inline void multiply_small_groups(const typename Q::left::left* x, int64_t rows, const Quantized& m, int64_t panel,
                                   const float* input_sums, float* totals) {
     using P = typename Q::left;
-    alignas(64) float widened[RUN * PANEL];
+    Kept kept;
     const int64_t chunks = m.chunks<Q>(), groups = m.groups(), group = m.group / Q::INPUTS;
     std::fill_n(totals, rows * PANEL, 0.0f);
     for (int64_t g = 0, count; g < groups; g += count) {
@@ -604,35 +647,21 @@ inline void multiply_small_groups(const typename Q::left::left* x, int64_t rows,
         count = std::max<int64_t>(count, 1);
         const uint8_t* codes = m.codes + (panel * chunks + first) * Q::BYTES;
         const auto* a = x + step / DEPTH * rows * LEFT_ROW + step % DEPTH;
-        const auto read = [=](int64_t chunk, int step, int v) {
-            const uint8_t* at = codes + chunk * Q::BYTES;
-            if (step == 0 && v == 0)
-                for (int byte = 0; byte < Q::BYTES; byte += LINE) __builtin_prefetch(at + AHEAD + byte, 0, 2);
-            return Q::right(at, step, v);
-        };
-        const int64_t row = panel * groups + g;
-        if (Q::WIDENS_FAST || rows <= MOST_GROUP_ROWS) {
-            row_pieces(rows, MOST_GROUP_ROWS, [&](int64_t r, int64_t piece) {
-                add_groups_of<P, Q::STEPS>(piece, a + r * LEFT_ROW, count, each, m, row, input_sums + r * groups + g,
-                                           groups, totals + r * PANEL, read);
-            });
-            continue;
-        }
-        float* to = widened;
-        for (int64_t i = 0; i < count * each; ++i)
-#pragma GCC unroll 24
-            for (int step = 0; step < Q::STEPS; ++step)
-                for (int v = 0; v < REGISTERS; ++v, to += PART_LANES) store(to, read(i, step, v));
-        const auto reread = [&](int64_t step, int, int v) { return load<rf>(widened + step * PANEL + v * PART_LANES); };
+        const float* sums = m.minima.values ? input_sums + g * rows : nullptr;
         row_pieces(rows, MOST_GROUP_ROWS, [&](int64_t r, int64_t piece) {
-            add_groups_of<P, 1>(piece, a + r * LEFT_ROW, count, each * Q::STEPS, m, row, input_sums + r * groups + g,
-                                groups, totals + r * PANEL, reread);
+            const auto multiply = [&](auto run, int64_t chunks_each) {
+                add_groups_of<P>(piece, a + r * LEFT_ROW, count, chunks_each, run, sums ? sums + r : nullptr, rows,
+                                 totals + r * PANEL);
+            };
+            if (r > 0) multiply(ReadKept{kept}, each * Q::STEPS);
+            else if (piece < rows) multiply(ReadRun<Q, true>{m, codes, panel * groups + g, kept}, each);
+            else multiply(ReadRun<Q, false>{m, codes, panel * groups + g, kept}, each);
         });
     }
 }
 
 // Computes y[rows][columns] = x times `panels` panels from `panel` on, + bias unless that is null. x is in the blocks
-// that put_left makes. input_sums [rows][groups] are the sums of x, if the matrix has zeros or minima.
+// that put_left makes. input_sums [groups][rows] are the sums of x, if the matrix has zeros or minima.
 template <class Q>
 inline void multiply_codes(const typename Q::left::left* x, const float* input_sums, int64_t rows, const Quantized& m,
                            int64_t panel, int64_t panels, const typename Q::left::element* bias,
@@ -679,7 +708,7 @@ inline void multiply_codes(const typename Q::left::left* x, const float* input_s
     }
 }
 
-// Sums each row of x [rows][in] within each group, to sums [rows][groups].
+// Sums each row of x [rows][in] within each group, to sums [groups][rows].
 template <class P>
 inline void sum_groups(const typename P::element* x, int64_t rows, const Quantized& m, float* sums) {
     for (int64_t r = 0; r < rows; ++r, x += m.in)
@@ -691,7 +720,7 @@ inline void sum_groups(const typename P::element* x, int64_t rows, const Quantiz
                 if (i + LANES > end) std::fill(std::copy(x + i, x + end, rest), rest + LANES, 0);
                 total += P::widen(i + LANES > end ? rest : x + i);
             }
-            *sums++ = sum(total);
+            sums[start / m.group * rows + r] = sum(total);
         }
 }
 
