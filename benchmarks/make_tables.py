@@ -20,7 +20,7 @@ from benchmarks.draw_speed import draw
 from benchmarks.figures import Cell, Comparison, Results, Table, read_all
 
 ROOT = Path(__file__).parents[1]
-PAGES = ("README.md", "docs/benchmarks.md", "docs/compare.md", "docs/gguf.md")
+PAGES = ("README.md", "docs/benchmarks.md", "docs/compare.md", "docs/evaluate-gguf.md", "docs/gguf.md")
 PICTURE = "docs/speed.svg"
 DRAWN = ("xeon-amx", "speed")
 """The file and the table of the picture."""
