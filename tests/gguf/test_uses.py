@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import sys
 from functools import partialmethod
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 import torch
 from helpers.gguf_models import describe_tokenizer, draw_matrix, save_gguf, write_gguf
 from helpers.paths import BOX_MODEL
-from helpers.tiny import SMALL, draw_prompts, greedy
+from helpers.tiny import CROWDED, SMALL, draw_prompts, greedy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nanovllm import LLM, SamplingParams
@@ -328,6 +329,63 @@ def test_eval_measures_of_a_quantised_gguf_what_hf_measures_of_its_weights(box: 
     assert brier_score == pytest.approx(expected["brier_score,none"], rel=1e-3)
     if kind == "Q4_0":
         assert run_eval(box, sums)[1] != pytest.approx(brier_score, rel=1e-2)
+
+
+@pytest.fixture(scope="module")
+def twins(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The built-in model in a mixture of types, and a folder with the numbers that this file means."""
+    home = tmp_path_factory.mktemp("twins")
+    kinds = {"attn_v": "Q8_0", "attn_k": "F16", "token_embd": "Q8_0", "ffn_down": "Q5_1"}
+    model = AutoModelForCausalLM.from_pretrained(BOX_MODEL, dtype=torch.float32)
+    metadata = describe_tokenizer(BOX_MODEL, "qwen2", 664)
+    write_gguf(
+        home / "box.gguf",
+        model,
+        "qwen3",
+        lambda name: next((kind for part, kind in kinds.items() if part in name), "Q4_1"),
+        metadata,
+    )
+    shutil.copytree(BOX_MODEL, home / "folder", ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
+    model.save_pretrained(home / "folder")
+    return home / "box.gguf", home / "folder"
+
+
+USES: dict[str, dict[str, Any]] = {
+    "a prefix cache": {},
+    "chunks and preemption": CROWDED,
+    "keys and values in one byte": {"kv_cache_dtype": "int8"},
+    "drafts from the text": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
+    "a draft model in GGUF": {"speculative_config": {"model": "", "num_speculative_tokens": 2}},
+    "the C++ kernels": {"attention_backend": "cpu"},
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_unlike_types_say_what_a_folder_with_their_numbers_says(twins: tuple[Path, Path], use: str) -> None:
+    """Greedy, drawn and structured answers, twice, with a prefix in common; scores and vectors; after a sleep, too."""
+    prompts = [f"count from {first} to 9, please, and then from 1 to {first}" for first in range(1, 7)]
+    greedily = SamplingParams(temperature=0, max_tokens=24)
+    digits = SamplingParams(temperature=0, max_tokens=24, structured_outputs={"regex": r"([0-9], ){3,5}[0-9]"})
+    params = [greedily, digits, SamplingParams(seed=5, max_tokens=24)] * 2
+    told = []
+    for model in twins:
+        options = OPTIONS | {"max_model_len": 160, "attention_backend": "torch"} | USES[use]
+        if use == "a draft model in GGUF":
+            options["speculative_config"] = USES[use]["speculative_config"] | {"model": str(twins[0])}
+        with LLM(model, **options) as llm:
+            answers = [
+                output["token_ids"] for _ in range(2) for output in llm.generate(prompts, params, use_tqdm=False)
+            ]
+            scores = [one["logprobs"] for one in llm.score(prompts, [" 1, 2, 3"] * 6, use_tqdm=False)]
+            vectors = [one["embedding"] for one in llm.embed(prompts, use_tqdm=False)]
+            llm.sleep(level=2)
+            llm.wake_up()
+            answers += [output["token_ids"] for output in llm.generate(prompts, params, use_tqdm=False)]
+            assert answers[:6] == answers[6:12] == answers[12:]
+        told.append((answers, np.array(scores), np.array(vectors)))
+    assert told[0][0] == told[1][0]
+    for found, expected in zip(told[0][1:], told[1][1:], strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-3)
 
 
 def test_the_built_in_model_as_a_gguf_answers_as_its_folder_does(box: Path) -> None:

@@ -16,23 +16,46 @@ from helpers.tiny import save_random
 LARGER = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4}
 """Sizes of which blocks of 256 weights make rows."""
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "norm_topk_prob": True}
+SHARED = {"shared_expert_intermediate_size": 256}
+SLIDING = {"sliding_window": 16, "num_hidden_layers": 5, "pad_token_id": None}
 GEMMA = {"sliding_window": 16, "final_logit_softcapping": 20.0}
 GRANITE = {"embedding_multiplier": 2.0, "residual_multiplier": 0.5, "attention_multiplier": 0.2, "logits_scaling": 3.0}
+UNTIED = {"head_dim": ..., "pad_token_id": None, "tie_word_embeddings": False}
+HALF = {**UNTIED, "partial_rotary_factor": 0.5}
+BIASED = {**UNTIED, "attention_bias": True}
 MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2ForCausalLM", {"head_dim": ...}),
     "qwen3": ("Qwen3ForCausalLM", {"head_dim": 64}),
+    "mixtral": ("MixtralForCausalLM", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "qwen3moe": ("Qwen3MoeForCausalLM", EXPERTS),
+    "qwen2moe": ("Qwen2MoeForCausalLM", {**UNTIED, **EXPERTS, "norm_topk_prob": False, **SHARED}),
+    "olmoe": ("OlmoeForCausalLM", {**UNTIED, "num_key_value_heads": 8, "num_experts": 4, "num_experts_per_tok": 2}),
     "llama": ("LlamaForCausalLM", {"tie_word_embeddings": False}),
     "gemma": ("GemmaForCausalLM", {}),
     "gemma2": ("Gemma2ForCausalLM", {**GEMMA, "attn_logit_softcapping": 30.0, "query_pre_attn_scalar": 32}),
     "gemma3": ("Gemma3ForCausalLM", {**GEMMA, "query_pre_attn_scalar": 32, "num_hidden_layers": 7}),
     "granite": ("GraniteForCausalLM", {"head_dim": ..., **GRANITE}),
     "olmo2": ("Olmo2ForCausalLM", {"head_dim": ..., "tie_word_embeddings": False}),
-    "phi3": ("Phi3ForCausalLM", {"head_dim": ..., "pad_token_id": None, "tie_word_embeddings": False}),
+    "phi2": ("PhiForCausalLM", HALF),
+    "phi3": ("Phi3ForCausalLM", UNTIED),
+    "stablelm": ("StableLmForCausalLM", {**HALF, "use_qkv_bias": True}),
+    "starcoder2": ("Starcoder2ForCausalLM", {"head_dim": ..., "use_bias": True, "sliding_window": None}),
+    "command-r": ("CohereForCausalLM", {"head_dim": ..., "logit_scale": 0.25, "pad_token_id": None}),
+    "cohere2": ("Cohere2ForCausalLM", {**SLIDING, "logit_scale": 0.25}),
+    "nemotron": ("NemotronForCausalLM", {"tie_word_embeddings": False}),
+    "smollm3": ("SmolLM3ForCausalLM", {"head_dim": ..., "num_hidden_layers": 5, "pad_token_id": None}),
+    "arcee": ("ArceeForCausalLM", {}),
+    "ernie4_5": ("Ernie4_5ForCausalLM", {}),
+    "seed_oss": ("SeedOssForCausalLM", {**BIASED, "head_dim": 32, "attention_out_bias": False}),
+    "hunyuan-dense": ("HunYuanDenseV1ForCausalLM", {}),
+    "glm4": ("Glm4ForCausalLM", {**BIASED, **HALF, "head_dim": 32}),
 }
 """{architecture: transformers' class, and changes of `helpers.tiny.SMALL_MODEL`}."""
 
-PAIRED = ("llama", "granite")
+NAMED_LIKE = {"mixtral": "llama"}
+"""{a model: its architecture in GGUF}, where it has no name of its own."""
+
+PAIRED = ("llama", "granite", "smollm3", "arcee")
 """The architectures whose queries and keys have their rows in pairs."""
 
 SCALES_AT = {"Q2_K": 80, "Q3_K": 108, "Q6_K": 208, "Q4_K": 0, "Q5_K": 0, "Q4_1": 0, "Q5_1": 0}
@@ -85,18 +108,28 @@ def describe(architecture: str, config: Any) -> dict[str, Any]:
         "feed_forward_length": config.intermediate_size,
         "attention.head_count": config.num_attention_heads,
         "attention.head_count_kv": config.num_key_value_heads,
-        "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
         "rope.freq_base": float(rope["rope_theta"]),
     }
+    for name in ("rms_norm_eps", "layer_norm_eps", "norm_epsilon", "norm_eps"):
+        if hasattr(config, name):
+            found[f"attention.layer_norm_{'rms_' if 'rms' in name else ''}epsilon"] = getattr(config, name)
+    if "partial_rotary_factor" in rope:
+        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        found["rope.dimension_count"] = int(rope["partial_rotary_factor"] * size)
     if getattr(config, "head_dim", None):
         found |= {"attention.key_length": config.head_dim, "attention.value_length": config.head_dim}
-    if architecture == "qwen3moe":
-        found |= {"expert_count": config.num_experts, "expert_used_count": config.num_experts_per_tok}
-        found["expert_feed_forward_length"] = config.moe_intermediate_size
     for name in ("attn_logit_softcapping", "final_logit_softcapping"):
         if getattr(config, name, None):
             found[name] = getattr(config, name)
-    if architecture in ("gemma2", "gemma3"):
+    sizes = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
+    if hasattr(config, "num_local_experts"):
+        sizes["expert_count"] = "num_local_experts"
+    sizes["expert_feed_forward_length"] = "moe_intermediate_size"
+    sizes["expert_shared_feed_forward_length"] = "shared_expert_intermediate_size"
+    found |= {key: getattr(config, name) for key, name in sizes.items() if hasattr(config, name)}
+    if architecture in ("command-r", "cohere2"):
+        found["logit_scale"] = config.logit_scale
+    if architecture in ("gemma2", "gemma3", "cohere2"):
         found["attention.sliding_window"] = config.sliding_window
     if architecture == "granite":
         found |= {"embedding_scale": config.embedding_multiplier, "residual_scale": config.residual_multiplier}
@@ -167,7 +200,7 @@ def save_gguf(path: Path, architecture: str = "qwen3", types: Types | str = "F32
     model_class = getattr(transformers, class_name)
     scratch = path.parent / f"{path.stem}-transformers"
     model = save_random(scratch, model_class=model_class, **{**LARGER, **config, **options})
-    write_gguf(path, model, architecture, types, **own)
+    write_gguf(path, model, NAMED_LIKE.get(architecture, architecture), types, **own)
     return model
 
 
@@ -229,7 +262,8 @@ def write_gguf(
             own_name = names.get_name(name, (".weight", ".bias"))
             projections = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
             heads = projections.get(name.split(".")[-2], 0) if architecture in PAIRED else 0
-            add(own_name, parameter.data, heads, float(architecture.startswith("gemma") and "norm" in name))
+            is_folded = architecture.startswith(("gemma", "nemotron")) and name.endswith("norm.weight")
+            add(own_name, parameter.data, heads, float(is_folded))
     for name, values in (tensors or {}).items():
         writer.add_tensor(name, values)
     writer.write_header_to_file()

@@ -81,7 +81,8 @@ def save_random(
                 parameter.uniform_(0.5, 1.5)
             else:
                 parameter.mul_(5 if "embed" in name or "lm_head" in name else 8)
-        model.model.norm.weight.mul_(6)
+        last_norm = getattr(model.model, "norm", None) or model.model.final_layernorm
+        last_norm.weight.mul_(6)
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     return model
 

@@ -25,6 +25,8 @@ LAYER = {
     "ffn_down": "mlp.down_proj",
 }
 """{a tensor of a layer: transformers' name of it}, as most architectures have them."""
+ENDS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+"""The same of the tensors that are in no layer."""
 HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
 EXPERTS = {
     "ffn_gate_inp": "mlp.gate",
@@ -33,6 +35,18 @@ EXPERTS = {
     "ffn_down_exps": "mlp.experts.*.down_proj",
 }
 """A star stands for the number of an expert: the file has the matrices of all experts in one tensor."""
+SHARED = {
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}
+MIXTRAL = {
+    "ffn_gate_inp": "block_sparse_moe.gate",
+    "ffn_gate_exps": "block_sparse_moe.experts.*.w1",
+    "ffn_up_exps": "block_sparse_moe.experts.*.w3",
+    "ffn_down_exps": "block_sparse_moe.experts.*.w2",
+}
 NORMS_BEHIND = {
     "post_attention_norm": "post_attention_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
@@ -143,6 +157,9 @@ class Architecture:
         layer: {a tensor of a layer: transformers' name of it}.
         has_pairs: whether the rows of queries and keys are in pairs, as llama.cpp's llama has them.
         has_folded_norms: whether 1 was added to the weights of norms.
+        epsilon: what transformers calls the number that norms add. Its key is another one where it is not that of RMS.
+        ends: see `ENDS`.
+        sparse: what describes the files of this architecture that have experts.
         rotates_parts: whether only a part of a head may rotate.
         read: adds what only this architecture has to the content of a config.json.
     """
@@ -153,15 +170,35 @@ class Architecture:
     has_pairs: bool = False
     has_folded_norms: bool = False
     rotates_parts: bool = False
+    epsilon: str = "rms_norm_eps"
+    ends: Mapping[str, str] = field(default_factory=lambda: ENDS)
+    sparse: "Architecture | None" = None
     read: Callable[[Keys, dict[str, Any]], None] = lambda keys, config: None
 
 
 def read_experts(keys: Keys, config: dict[str, Any]) -> None:
     config["num_experts"] = keys.take_integer("expert_count")
     config["num_experts_per_tok"] = keys.take_integer("expert_used_count")
-    config["moe_intermediate_size"] = keys.take_integer("expert_feed_forward_length")
+    config["moe_intermediate_size"] = keys.take_integer("expert_feed_forward_length", config["intermediate_size"])
     config["norm_topk_prob"] = True  # llama.cpp has it so for all of them
     config |= {"decoder_sparse_step": 1, "mlp_only_layers": []}
+
+
+def read_plain_experts(keys: Keys, config: dict[str, Any]) -> None:
+    """Read what experts have whose weights for a token do not add up to 1. No key says so."""
+    read_experts(keys, config)
+    config["norm_topk_prob"] = keys.take("expert_weights_norm", False)
+
+
+def read_shared_expert(keys: Keys, config: dict[str, Any]) -> None:
+    read_plain_experts(keys, config)
+    shared = keys.take_integer("expert_shared_feed_forward_length", config["intermediate_size"])
+    config["shared_expert_intermediate_size"] = shared
+
+
+def read_mixtral(keys: Keys, config: dict[str, Any]) -> None:
+    config["num_experts"] = config["num_local_experts"] = keys.take_integer("expert_count")
+    config["num_experts_per_tok"] = keys.take_integer("expert_used_count")
 
 
 def read_llama(keys: Keys, config: dict[str, Any]) -> None:
@@ -210,6 +247,33 @@ def read_granite(keys: Keys, config: dict[str, Any]) -> None:
     config["logits_scaling"] = keys.take_number("logit_scale")
 
 
+def read_stablelm(keys: Keys, config: dict[str, Any]) -> None:
+    keys.take("use_parallel_residual", True)  # llama.cpp asks the tensors
+    config["use_parallel_residual"] = "blk.0.ffn_norm.weight" not in keys.file.tensors
+    config["use_qkv_bias"] = "blk.0.attn_q.bias" in keys.file.tensors
+
+
+def read_starcoder2(keys: Keys, config: dict[str, Any]) -> None:
+    config["use_bias"] = "blk.0.attn_q.bias" in keys.file.tensors
+    config["sliding_window"] = None
+
+
+def read_cohere(keys: Keys, config: dict[str, Any]) -> None:
+    config["logit_scale"] = keys.take_number("logit_scale")
+    config["use_qk_norm"] = "blk.0.attn_q_norm.weight" in keys.file.tensors
+
+
+def read_cohere2(keys: Keys, config: dict[str, Any]) -> None:
+    config["logit_scale"] = keys.take_number("logit_scale")
+    config["sliding_window"] = keys.take_integer("attention.sliding_window")
+    config["sliding_window_pattern"] = keys.take_integer("attention.sliding_window_pattern", 4)
+
+
+def read_biases(keys: Keys, config: dict[str, Any]) -> None:
+    config["attention_bias"] = "blk.0.attn_q.bias" in keys.file.tensors
+    config["attention_out_bias"] = "blk.0.attn_output.bias" in keys.file.tensors
+
+
 def read_phi3(keys: Keys, config: dict[str, Any]) -> None:
     config["sliding_window"] = keys.take_integer("attention.sliding_window", 0) or None
     tensors = keys.file.tensors
@@ -228,8 +292,14 @@ def read_phi3(keys: Keys, config: dict[str, Any]) -> None:
 
 
 ARCHITECTURES = {
-    "llama": Architecture("LlamaForCausalLM", has_pairs=True, read=read_llama),
+    "llama": Architecture(
+        "LlamaForCausalLM",
+        has_pairs=True,
+        sparse=Architecture("MixtralForCausalLM", "mixtral", LAYER | MIXTRAL, has_pairs=True, read=read_mixtral),
+        read=read_llama,
+    ),
     "qwen2": Architecture("Qwen2ForCausalLM"),
+    "qwen2moe": Architecture("Qwen2MoeForCausalLM", "qwen2_moe", LAYER | EXPERTS | SHARED, read=read_shared_expert),
     "qwen3": Architecture("Qwen3ForCausalLM", layer=LAYER | HEAD_NORMS),
     "qwen3moe": Architecture("Qwen3MoeForCausalLM", "qwen3_moe", layer=LAYER | HEAD_NORMS | EXPERTS, read=read_experts),
     "gemma": Architecture("GemmaForCausalLM", has_folded_norms=True),
@@ -248,6 +318,48 @@ ARCHITECTURES = {
         layer=LAYER | {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
         rotates_parts=True,
         read=read_phi3,
+    ),
+    "phi2": Architecture(
+        "PhiForCausalLM",
+        "phi",
+        LAYER | {"attn_output": "self_attn.dense", "ffn_up": "mlp.fc1", "ffn_down": "mlp.fc2"},
+        rotates_parts=True,
+        epsilon="layer_norm_eps",
+        ends=ENDS | {"output_norm": "model.final_layernorm"},
+    ),
+    "stablelm": Architecture("StableLmForCausalLM", rotates_parts=True, epsilon="layer_norm_eps", read=read_stablelm),
+    "starcoder2": Architecture(
+        "Starcoder2ForCausalLM",
+        layer=LAYER | {"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},
+        epsilon="norm_epsilon",
+        read=read_starcoder2,
+    ),
+    "command-r": Architecture(
+        "CohereForCausalLM", "cohere", LAYER | HEAD_NORMS, epsilon="layer_norm_eps", read=read_cohere
+    ),
+    "cohere2": Architecture("Cohere2ForCausalLM", epsilon="layer_norm_eps", read=read_cohere2),
+    "nemotron": Architecture("NemotronForCausalLM", has_folded_norms=True, rotates_parts=True, epsilon="norm_eps"),
+    "smollm3": Architecture("SmolLM3ForCausalLM", has_pairs=True),
+    "arcee": Architecture("ArceeForCausalLM", has_pairs=True),
+    "olmoe": Architecture("OlmoeForCausalLM", layer=LAYER | HEAD_NORMS | EXPERTS, read=read_plain_experts),
+    "ernie4_5": Architecture("Ernie4_5ForCausalLM"),
+    "seed_oss": Architecture(
+        "SeedOssForCausalLM",
+        layer=LAYER | {"post_attention_norm": "post_attention_layernorm"},
+        read=read_biases,
+    ),
+    "hunyuan-dense": Architecture(
+        "HunYuanDenseV1ForCausalLM",
+        "hunyuan_v1_dense",
+        LAYER | {"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"},
+    ),
+    "glm4": Architecture(
+        "Glm4ForCausalLM",
+        layer=LAYER
+        | {"post_attention_norm": "post_self_attn_layernorm", "post_ffw_norm": "post_mlp_layernorm"}
+        | {"ffn_up": "mlp.gate_up_proj"},
+        rotates_parts=True,
+        read=read_biases,
     ),
 }
 """By the name that general.architecture has."""
@@ -268,7 +380,10 @@ def find_architecture(file: GgufFile) -> tuple[str, Architecture]:
             f"{file.path}: the GGUF file's architecture is {quote(name)}; supported are {', '.join(ARCHITECTURES)}: "
             "the model that the file was made of may run"
         )
-    return name, ARCHITECTURES[name]
+    found = ARCHITECTURES[name]
+    if found.sparse is not None and file.metadata.get(f"{name}.expert_count"):
+        found = found.sparse
+    return name, found
 
 
 def read_config(file: GgufFile) -> dict[str, Any]:
@@ -287,6 +402,7 @@ def read_config(file: GgufFile) -> dict[str, Any]:
     head_dim = keys.take_integer("attention.key_length", size // max(heads, 1))
     if keys.take_integer("attention.value_length", head_dim) != head_dim:
         raise ValueError(f"{keys.name('attention.value_length')} is not that of keys, {head_dim}: not supported")
+    is_rms = architecture.epsilon == "rms_norm_eps"
     config: dict[str, Any] = {
         "architectures": [architecture.causal],
         "model_type": architecture.model_type or name,
@@ -298,7 +414,7 @@ def read_config(file: GgufFile) -> dict[str, Any]:
         "num_attention_heads": heads,
         "num_key_value_heads": keys.take_integer("attention.head_count_kv", heads),
         "head_dim": head_dim,
-        "rms_norm_eps": keys.take_number("attention.layer_norm_rms_epsilon"),
+        architecture.epsilon: keys.take_number(f"attention.layer_norm_{'rms_' * is_rms}epsilon"),
         "max_position_embeddings": keys.take_integer("context_length"),
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "eos_token_id": find_end_tokens(file),

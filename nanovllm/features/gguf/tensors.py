@@ -20,7 +20,6 @@ FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF1
 """The types of numbers that torch has."""
 CODED = frozenset(BLOCK_TYPES)
 """The types that become codes."""
-ENDS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 TABLES = {DIVISORS: "divisors", LONG_FACTORS: "long_factor", SHORT_FACTORS: "short_factor"}
 """{a tensor: the rope parameter that has its numbers}."""
 LAYER = re.compile(r"blk\.(\d{1,9})\.(\w+)\.(weight|bias)")
@@ -59,10 +58,12 @@ def name_tensors(file: GgufFile, architecture: Architecture, config: Mapping[str
             raise ValueError(f"{what} is of type {place.type_name}, which is not read here")
         match = LAYER.fullmatch(name)
         owner, _, kind = name.rpartition(".")
-        own = architecture.layer.get(match[2]) if match else ENDS.get(owner)
+        own = architecture.layer.get(match[2]) if match else architecture.ends.get(owner)
         if own is None or kind not in ("weight", "bias"):
             raise ValueError(f"{what} is not read here; the model would say something else")
         path = f"model.layers.{int(match[1])}.{own}" if match else own
+        if own.endswith("shared_expert_gate") and len(place.shape) == 1:  # llama.cpp drops a dimension of 1
+            place = place._replace(shape=(1, *place.shape))
         experts: list[int | None] = [None]
         if "*" in path:
             count = config["num_experts"]
@@ -70,7 +71,7 @@ def name_tensors(file: GgufFile, architecture: Architecture, config: Mapping[str
                 raise ValueError(f"{what} has shape {list(place.shape)}; the metadata has {count} experts")
             experts = list(range(count))
         named = Named(place, count_pairs(architecture, match[2] if match else "", config, place))
-        if architecture.has_folded_norms and owner.endswith("norm"):
+        if architecture.has_folded_norms and owner.endswith("norm") and kind == "weight":
             named = named._replace(plus=-1.0)
         end = place.type_name if place.type_name in CODED and len(place.shape) > 1 else kind
         for expert in experts:
