@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from helpers.paths import ROOT
 
 from nanovllm.features.gguf.blocks import BLOCK_TYPES, read_codes
 from nanovllm.features.quantized.torch_matrix import TorchMatrix
@@ -73,3 +74,19 @@ def test_plain_torch_multiplies_them_as_the_weights_that_they_mean(type_name: st
     matrix = TorchMatrix(codes, torch.float32)
     torch.testing.assert_close(matrix.multiply(x, None).double(), x.double() @ weights.double().T, rtol=1e-4, atol=1e-1)
     assert torch.equal(matrix.rows(torch.tensor([31, 0])), weights[[31, 0]])
+
+
+def test_the_page_has_the_memory_of_each_type() -> None:
+    from nanovllm.features.gguf.format import count_block_bytes
+
+    rows = [line.split("|") for line in (ROOT / "docs" / "gguf.md").read_text().splitlines() if line.startswith("| ")]
+    told = {}
+    for _, names, *bits, _, _, _ in (row for row in rows if len(row) == 7):
+        listed = [name.strip() for name in names.split(",")]
+        for i, name in enumerate(listed):
+            told[name] = [column.split(",")[min(i, column.count(","))] for column in bits]
+    for name, block in BLOCK_TYPES.items():
+        sizes = (block.num_bytes, count_block_bytes(name))
+        assert list(map(float, told[name])) == [
+            pytest.approx(size * 8 / block.num_weights, abs=0.05) for size in sizes
+        ], name

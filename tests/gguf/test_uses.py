@@ -1,6 +1,7 @@
 """A model in GGUF stands wherever a folder stands: in commands, jobs, drafts, sleep and estimates."""
 
 import json
+import os
 import re
 import shutil
 import sys
@@ -64,6 +65,24 @@ def test_who_sleeps_reads_the_file_again(path: Path, tokens: list[list[int]]) ->
         llm.sleep(level=2)
         llm.wake_up()
         assert say(llm) == tokens
+
+
+@pytest.mark.parametrize("change", ["shorter", "gone"])
+def test_a_file_that_changed_behind_its_header_is_refused_by_name(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    from nanovllm.features.gguf.tensors import TensorFile
+
+    own = shutil.copy(path, tmp_path / "model.gguf")
+    read = TensorFile.__init__
+
+    def spoil(self: TensorFile, file: Path, tensors: Any) -> None:
+        file.unlink() if change == "gone" else os.truncate(file, 100_000)
+        read(self, file, tensors)
+
+    monkeypatch.setattr(TensorFile, "__init__", spoil)
+    with pytest.raises(ValueError, match=f"{own} cannot be read: "):
+        LLM(own, **OPTIONS)
 
 
 def test_a_draft_model_in_gguf_changes_no_token(path: Path, tokens: list[list[int]]) -> None:

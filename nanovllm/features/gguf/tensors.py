@@ -121,7 +121,10 @@ class TensorFile:
         self._tensors = {name: one for name, one in tensors.items() if one.place.file == path}
         end = max((one.place.offset + one.place.num_bytes for one in self._tensors.values()), default=0)
         # Mapped, as safetensors does it: what is read lies in the operating system's cache alone.
-        self._data = torch.from_file(str(path), shared=False, size=end, dtype=torch.uint8)
+        try:
+            self._data = torch.from_file(str(path), shared=False, size=end, dtype=torch.uint8)
+        except RuntimeError as error:  # since its header was read, the file has become shorter, or is gone
+            raise ValueError(f"{path} cannot be read: {error}") from error
 
     def keys(self) -> Iterator[str]:
         return iter(self._tensors)
