@@ -346,7 +346,7 @@ def test_sampling_params_travel() -> None:
         ({"device": "cuda:99"}, "device.*cuda"),
         ({"attention_backend": "flashinfer"}, "attention_backend.*'flashinfer'.*triton"),
         ({"attention_backend": "flash_atn"}, "'flash_atn'.*did you mean 'flash_attn'"),
-        ({"load_format": "gguf"}, "load_format.*'gguf'.*dummy"),
+        ({"load_format": "pt"}, "load_format.*'pt'.*dummy"),
         ({"seed": 1.5}, "seed.*1.5.*integer"),
         ({"enable_prefix_caching": "no"}, "enable_prefix_caching.*'no'.*True or False"),
     ],

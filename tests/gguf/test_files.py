@@ -224,7 +224,7 @@ def test_load_format_gguf_is_for_models_in_gguf(tmp_path: Path) -> None:
     for model in ("model.gguf", "both"):
         with LLM(tmp_path / model, load_format="gguf", quantization="gguf", **OPTIONS) as llm:
             assert llm.engine.config.quantization == "gguf"
-    assert fail(tmp_path / "folder", load_format="gguf").endswith("folder has no model in GGUF")
+    assert 'folder has no model in GGUF; load_format="auto" reads' in fail(tmp_path / "folder", load_format="gguf")
     assert "is not a GGUF file" in fail(tmp_path / "folder" / "config.json", load_format="gguf")
     for model in ("tiny-qwen3", "qwen3-0.6b"):
         assert f"GGUF file '{model}' does not exist" in fail(model, load_format="gguf")

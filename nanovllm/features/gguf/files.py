@@ -41,7 +41,7 @@ def choose_in_folder(folder: Path) -> Path:
     """Return the one model in GGUF of a folder; ValueError if there is none, or several."""
     names = list_models(path.name for path in folder.glob("*.gguf"))
     if not names:
-        raise ValueError(f"{folder} has no model in GGUF")
+        raise ValueError(f'{folder} has no model in GGUF; load_format="auto" reads safetensors')
     if len(names) > 1:
         raise ValueError(f"{folder} has {len(names)} models in GGUF; name one of these files: {', '.join(names)}")
     return folder / names[0]
