@@ -124,7 +124,7 @@ class Copy:
     def run_pytest(self, arguments: list[str], seconds: float) -> int:
         """Run tests. Return pytest's status; 124 if they took too long."""
         command = [self._python, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *arguments]
-        environment = os.environ | {"PYTHONPATH": str(self.folder)}
+        environment = os.environ | {"PYTHONPATH": str(self.folder), "PYTEST_ADDOPTS": ""}
         null = subprocess.DEVNULL
         process = subprocess.Popen(
             command, cwd=self.folder, env=environment, stdout=null, stderr=null, start_new_session=True

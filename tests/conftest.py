@@ -81,6 +81,10 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return WorkStealingScheduling(config, log) if config.option.dist == "load" else None
 
 
+HANDLERS = list(logging.getLogger("nanovllm").handlers)
+LEVEL = logging.getLogger("nanovllm").level
+
+
 @pytest.fixture(autouse=True, scope="session")
 def quick_interpreter() -> None:
     """Tests of Triton's kernels import it before the first test runs."""
@@ -92,13 +96,16 @@ def quick_interpreter() -> None:
 
 @pytest.fixture(autouse=True)
 def as_before() -> Iterator[None]:
-    """Restore the package's log handlers: the command adds one, which would log to a captured stderr."""
+    """Restore the package's log as it was at first: the command adds a handler, which logs to a captured stderr.
+
+    A fixture of a whole file may have run the command before this one begins.
+    """
     logger = logging.getLogger("nanovllm")
-    handlers = list(logger.handlers)
-    level = logger.level
+    logger.handlers[:] = HANDLERS
+    logger.setLevel(LEVEL)
     yield
-    logger.handlers[:] = handlers
-    logger.setLevel(level)
+    logger.handlers[:] = HANDLERS
+    logger.setLevel(LEVEL)
 
 
 @pytest.fixture(scope="session")

@@ -152,7 +152,7 @@ def test_vllms_names_stay_in_the_stand_in() -> None:
     assert sum(python_lines((package / "utils" / f"{name}.py").read_text()) for name in readers - {"config"}) <= 40
     sources = [path.read_text() for path in (package / "apps" / "standin").rglob("*.py")]
     sources += [inspect.getsource(function) for function in (cli._add_run, cli._run)]
-    assert sum(map(python_lines, sources)) <= 610
+    assert sum(map(python_lines, sources)) <= 630
 
 
 def test_modules_names_and_versions_are_answered_or_say_what_to_do(vllm: Any) -> None:

@@ -578,7 +578,7 @@ def test_every_hostile_line_gets_one_short_answer_and_the_others_run() -> None:
         if said["error"] is not None:
             assert len(said["error"]["message"]) < 1000
         else:
-            assert answer.usage is not None and answer.usage.num_generated_tokens > 0
+            assert answer.usage is not None and (answer.is_copy or answer.usage.num_generated_tokens > 0)
     assert answers_by_number(answers)[1].usage is not None and answers_by_number(answers)[len(lines)].usage is not None
 
 
@@ -603,7 +603,7 @@ def test_a_line_that_is_too_long_is_an_error_and_is_never_held(
     monkeypatch.setattr("nanovllm.apps.jobs.source.MAX_LINE_BYTES", 1000)
     packed = tmp_path / "in.gz"
     with gzip.open(packed, "wb", compresslevel=1) as file:
-        file.write(body_of(prompt="first") + b"\n")
+        file.write(body_of(prompt="first" * 20) + b"\n")  # zeros at the very beginning are no lines at all
         for _ in range(64):
             file.write(bytes(1 << 20))
         file.write(b"\n" + body_of(prompt="x" * 900) + b"\n" + body_of(prompt="last"))

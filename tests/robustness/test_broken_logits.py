@@ -205,16 +205,25 @@ def test_a_broken_row_among_preempted_ones_and_steps_in_flight(depth: int, num_b
 
 
 def test_a_job_writes_an_error_line_and_goes_on(untied: Path, tmp_path: Path) -> None:
-    from nanovllm.apps.jobs.request_lines import read_request_line
-    from nanovllm.apps.jobs.result_lines import make_result_line, read_result_line
+    from helpers.batch_jobs import openai_line
+
+    from nanovllm.apps.jobs.answering import Answering
+    from nanovllm.apps.jobs.line_adapters import LineAdapters
+    from nanovllm.apps.jobs.result_lines import ResultLine, read_result_line
     from nanovllm.apps.jobs.source import Line
 
+    body = {"prompt": PROMPTS[0], "temperature": 0, "max_tokens": 4}
+    bodies = [body, body, {"prompt": [token_id for token_id in PROMPTS[1] if token_id != PROMPTS[0][5]]}]
+    lines = [openai_line(name, **one) for name, one in zip("abc", bodies, strict=True)]
+    answers: list[ResultLine] = []
     with open_llm(untied, make_backend("torch")) as llm:
         poison(llm, PROMPTS[0][5], INF)
-        output = llm.generate([PROMPTS[0]], PARAMS[0], use_tqdm=False)[0]
-    body = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"model": "m", "prompt": [1]}}
-    answer = make_result_line(read_request_line(Line(7, json.dumps(body).encode())), output, "m", str)
-    line = json.loads(answer.line)
-    assert line["response"]["status_code"] == 500 and line["custom_id"] == "a" and answer.usage is None
-    assert line["error"]["code"] == "engine_error" and "NaN" in line["error"]["message"]
-    assert read_result_line(answer.line) == (7, True)
+        numbered = [Line(number, json.dumps(line).encode()) for number, line in enumerate(lines, start=7)]
+        Answering(llm, answers.append, "m", {}, LineAdapters(llm)).answer(numbered)
+    *failed, good = sorted(answers, key=lambda answer: answer.number)
+    assert good.number == 9 and good.usage is not None
+    for number, custom_id, answer in zip((7, 8), "ab", failed, strict=True):
+        said = json.loads(answer.line)
+        assert said["response"]["status_code"] == 500 and said["custom_id"] == custom_id and answer.usage is None
+        assert said["error"]["code"] == "engine_error" and "NaN" in said["error"]["message"]
+        assert read_result_line(answer.line) == (number, True, "")

@@ -21,7 +21,6 @@ from nanovllm.apps.jobs.counts import JobCounts
 from nanovllm.apps.jobs.job import IncompleteError, Job, OutputError, Status
 from nanovllm.apps.jobs.line_adapters import LineAdapters
 from nanovllm.apps.jobs.manifest import Manifest, read_manifest, write_json
-from nanovllm.apps.jobs.provenance import describe_processor, find_doubt, read_provenance
 from nanovllm.apps.jobs.request_lines import LineError, find_foreign_model, read_request_line
 from nanovllm.apps.jobs.result_lines import ResultLine
 from nanovllm.apps.jobs.results_file import open_results
@@ -119,6 +118,8 @@ class OpenJob:
         """
         if not self.job.reuse:
             return
+        from nanovllm.apps.jobs.provenance import describe_processor, find_doubt, read_provenance
+
         if not self.job.reuse_close and (doubt := find_doubt(engine)):
             raise ValueError(
                 f"--reuse needs an engine that gives the same bits in any company, and {doubt}: add --reuse-close to "
@@ -239,6 +240,8 @@ def run_job(job: Job) -> Status:
 
 
 def _answer_here(work: OpenJob) -> None:
+    from nanovllm.apps.jobs.provenance import describe_processor, read_provenance  # it imports torch
+
     work.check_adapters(are_allowed=work.job.config.data_parallel_size == 1)
     reading = Reading(work.source)
     first = work.first_reading
