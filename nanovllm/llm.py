@@ -19,7 +19,7 @@ from nanovllm.engine.scheduled_step import ScheduledStep
 from nanovllm.engine.sequence import Request
 from nanovllm.inputs import LoRARequest
 from nanovllm.load import load_engine
-from nanovllm.outputs import Embedding, Metric, Output, Score, list_metrics
+from nanovllm.outputs import Classification, Embedding, Metric, Output, Ranking, Score, list_metrics
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.prompts import Message, Prompt, list_conversations, list_prompts, name_errors, tokenise_prompts
 from nanovllm.text.tokenizer import explain_no_tokenizer
@@ -250,6 +250,49 @@ class LLM:
         from nanovllm.features.scoring.embedding import embed_prompts
 
         return embed_prompts(self, prompts, dimensions=dimensions, normalize=normalize, show=use_tqdm)
+
+    def classify(self, prompts: Prompt | Seq[Prompt], use_tqdm: bool = True) -> list[Classification]:
+        """Return what the model's head says of each prompt: of a model called ...ForSequenceClassification.
+
+        Args:
+            prompts: as in `embed`. As in transformers, padding at the end of a prompt does not count.
+
+        Returns:
+            A Classification for each prompt: a dict with `probs` and `scores`, float32 [labels], `label`,
+            `prompt_token_ids` and `num_cached_tokens`.
+
+        Raises:
+            ValueError: the model has no head, or a prompt is not valid; no prompt has run.
+            RuntimeError: the model's hidden states are NaN or infinite.
+        """
+        from nanovllm.features.scoring.heads import classify_prompts
+
+        return classify_prompts(self, prompts, show=use_tqdm)
+
+    def reward(self, prompts: Prompt | Seq[Prompt], use_tqdm: bool = True) -> list[float]:
+        """Return the score of each prompt by a head of one label, before any activation: see `classify`."""
+        from nanovllm.features.scoring.heads import reward_prompts
+
+        return reward_prompts(self, prompts, show=use_tqdm)
+
+    def rerank(
+        self, query: str, documents: Seq[str], instruction: str | None = None, use_tqdm: bool = True
+    ) -> list[Ranking]:
+        """Order documents by how well they answer a query, the best first.
+
+        A model with a head of one label scores each pair of query and document, tokenised as sentence-transformers'
+        CrossEncoder does it. Any other model is asked as Qwen3-Reranker is, and the score is the probability of "yes"
+        beside "no".
+
+        Args:
+            instruction: what the query asks for; None takes the text of Qwen3-Reranker's card. A head has none.
+
+        Raises:
+            ValueError: the model is no reranker.
+        """
+        from nanovllm.features.scoring.rerank import rerank_documents
+
+        return rerank_documents(self, query, documents, instruction, show=use_tqdm)
 
     def chat(
         self,

@@ -23,7 +23,7 @@ from nanovllm.models.generation_keys import check_generation_keys
 from nanovllm.models.headers import fit_to_checkpoint
 from nanovllm.models.hub import find_folder, find_model, find_tokenizer, is_gguf
 from nanovllm.models.layers.parallel import Parallel
-from nanovllm.models.model_config import find_family, find_refusal, load_model_config
+from nanovllm.models.model_config import OF_SCORES, find_family, find_refusal, has_scores, load_model_config
 from nanovllm.models.model_folder import ModelFolder, read_tokenizer
 from nanovllm.models.sizes import Sizes
 from nanovllm.models.text_parts import STAND_INS
@@ -121,7 +121,7 @@ def read_files(
             read_ahead(checkpoint.files)
     hf_config = load_model_config(data, source, asked.model_impl)
     can_generate = fit_to_checkpoint(hf_config, checkpoint)
-    pooling = find_pooling(folder, hf_config.hidden_size)
+    pooling = find_pooling(folder, checkpoint, hf_config)
     if pooling.refusal and not can_generate:  # the model could only make vectors
         raise ValueError(pooling.refusal)
     default_params, refused_defaults = read_default_params(folder)
@@ -264,7 +264,7 @@ def make_runner(
             quantizer=quantizer,
             config=hf_config,
             folder=checkpoint,
-            unread=find_family(hf_config).unread,
+            unread=find_family(hf_config).unread + (OF_SCORES if has_scores(hf_config) else ()),
             adapter=adapter,
         )
     runner = runner_class(config, hf_config, fill, parallel, quantizer, find_decoder(hf_config))
@@ -356,15 +356,22 @@ def load_parser(config: ResolvedConfig, tokenizer: Tokenizer | None) -> "AnswerP
     return AnswerParser(tokenizer, config.reasoning_parser, config.tool_call_parser)
 
 
-def find_pooling(folder: ModelFolder | None, hidden_size: int) -> Pooling:
-    """Return how a folder makes vectors: as the files of sentence-transformers say, else of the last hidden state."""
+def find_pooling(folder: ModelFolder | None, checkpoint: ModelFolder | None, hf_config: "PretrainedConfig") -> Pooling:
+    """Return how a folder makes vectors: as the files of sentence-transformers say, else of the last hidden state.
+
+    If the model has a head that scores texts, the scores are the vector.
+    """
+    if has_scores(hf_config):
+        from nanovllm.features.scoring.heads import read_head
+
+        return read_head(checkpoint, hf_config)
     if folder is not None and folder.pooling is not None:
         return folder.pooling
     if folder is None or not any((folder.path / name).exists() for name in ("modules.json", "1_Pooling")):
         return LAST_TOKEN_POOLING
     from nanovllm.features.scoring.pooling_files import read_pooling
 
-    return read_pooling(folder.path, hidden_size)
+    return read_pooling(folder.path, hf_config.hidden_size)
 
 
 def read_default_params(folder: ModelFolder | None) -> tuple[SamplingParams, str]:

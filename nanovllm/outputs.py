@@ -260,6 +260,39 @@ class Embedding(_OfPrompt):
         return self
 
 
+class Classification(_OfPrompt):
+    """The scores that a model's head gives one prompt, like vLLM's ClassificationRequestOutput.
+
+    >>> result["probs"] is result.probs is result.outputs.probs
+    """
+
+    __slots__ = ("__dict__",)
+
+    probs: "NDArray[np.float32]" = _key("probs")
+    """float32 [labels]: probabilities; the scores themselves if config.json asks for no activation."""
+
+    scores: "NDArray[np.float32]" = _key("scores")
+    """float32 [labels]: what the head says, before any activation."""
+
+    label: str = _key("label")
+    """The label of the largest score, by config.json's id2label."""
+
+    @property
+    def outputs(self) -> "Classification":
+        """This object: vLLM's has the probabilities one level deeper."""
+        return self
+
+
+class Ranking(dict[str, Any]):
+    """A document of `LLM.rerank`: its `index` in the caller's list, its `relevance_score`, and the `document`."""
+
+    __slots__ = ()
+
+    index: int = _key("index")
+    relevance_score: float = _key("relevance_score")
+    document: str = _key("document")
+
+
 class Metric(NamedTuple):
     """A count of `LLM.stats`, in the form of vLLM's metrics."""
 

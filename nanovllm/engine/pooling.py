@@ -66,6 +66,7 @@ class Pooling:
         prompt: stands before each text that is embedded.
         max_tokens: the most tokens of a prompt; None if max_model_len alone limits it.
         refusal: why no vector can be made; "" if one can.
+        labels: the names of the elements, if they are scores of a head (features/scoring/heads.py).
     """
 
     mode: Literal["last", "first", "mean"] = "last"
@@ -76,6 +77,7 @@ class Pooling:
     prompt: str = ""
     max_tokens: int | None = None
     refusal: str = ""
+    labels: tuple[str, ...] = ()
 
     def check(self, num_tokens: int) -> None:
         """Raise a ValueError if a prompt of num_tokens tokens has no vector."""

@@ -99,6 +99,11 @@ OTHERS = Family(
 MAKE_CONFIG = "nanovllm.features.families.any_causal.config:make_config"
 """The path of a function make_config(data, source), which returns the configuration of a model of OTHERS."""
 
+SCORES = "ForSequenceClassification"
+"""The end of the names of architectures with a head that scores whole texts."""
+OF_SCORES = ("score.", "classifier.")
+"""The beginnings of the names of that head's tensors. No decoder reads them: see features/scoring/heads.py."""
+
 SILU = ("silu", "swish")
 """The names of the one activation that is supported: transformers has both."""
 
@@ -309,8 +314,8 @@ def find_row(architectures: list[Any], kind: Any) -> str | None:
     Args:
         kind: its model_type. transformers goes by it. So if no architecture has a known name, the model_type decides.
     """
-    # Without its LM head the architecture Qwen3ForCausalLM is called Qwen3Model.
-    names = [re.sub("Model$", "ForCausalLM", name) for name in architectures if isinstance(name, str)]
+    # Without its LM head the architecture Qwen3ForCausalLM is called Qwen3Model, or by the end of SCORES.
+    names = [re.sub(f"(Model|{SCORES})$", "ForCausalLM", name) for name in architectures if isinstance(name, str)]
     named = next((name for name in names if name in FAMILIES), None)
     if named is not None or not isinstance(kind, str):
         return named
@@ -329,7 +334,7 @@ def names_causal_model(architectures: list[Any], causal: str) -> bool:
     transformers goes by model_type, so the name may be spelled in any way, but it may not be the one of another model.
 
     Args:
-        causal: the name of transformers' class. A class for scores, for example, has another name.
+        causal: the name of transformers' class. A class for scores of tokens, for example, has another name.
     """
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -341,7 +346,7 @@ def names_causal_model(architectures: list[Any], causal: str) -> bool:
     if name.endswith(("forcausallm", "lmheadmodel")):
         return True
     stem = re.sub("forcausallm$|lmheadmodel$", "", causal.lower())
-    return name in (f"{stem}model", f"{stem}textmodel")
+    return name in (f"{stem}model", f"{stem}textmodel", f"{stem}{SCORES}".lower())
 
 
 def describe_support(architectures: list[Any], source: str) -> str:
@@ -373,7 +378,14 @@ def read_values(data: dict[str, Any], config_class: "type[PretrainedConfig]", so
 def is_headless(config: "PretrainedConfig") -> bool:
     """Return whether the architecture has no LM head, so that the model can only embed: it is called Qwen3Model."""
     names = [str(name) for name in config.architectures or ()]
-    return bool(names) and all(name.endswith("Model") and not name.endswith("LMHeadModel") for name in names)
+    is_body = bool(names) and all(name.endswith("Model") and not name.endswith("LMHeadModel") for name in names)
+    return is_body or has_scores(config)
+
+
+def has_scores(config: "PretrainedConfig") -> bool:
+    """Return whether a head scores whole texts, in the place of the LM head."""
+    names = [str(name) for name in config.architectures or ()]
+    return bool(names) and all(name.endswith(SCORES) for name in names)
 
 
 def _check(config: "PretrainedConfig", source: str) -> None:

@@ -381,7 +381,7 @@ def llm(reciter: Path) -> Iterator[VllmLLM]:
 
 
 def test_a_missing_method_says_what_to_do_instead(llm: VllmLLM) -> None:
-    for name in ("beam_search", "classify", "apply_model", "enqueue"):
+    for name in ("beam_search", "start_profile", "apply_model", "enqueue"):
         with pytest.raises(AttributeError, match=f"^LLM has no attribute '{name}': .{{15,}}"):
             getattr(llm, name)
     with pytest.raises(AttributeError, match=r"^LLM has no attribute 'generat'$"):

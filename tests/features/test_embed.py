@@ -152,32 +152,6 @@ def test_mistakes(reciter: Path) -> None:
             SamplingParams(embed=True, **wrong)
 
 
-def test_the_reranker_compares_yes_and_no() -> None:
-    """Its scores are those of the two tokens' logits at the end of transformers' prompt."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    from examples.rerank import SYSTEM, TASK, TEMPLATE, rerank
-
-    documents = ["12 + 5 is 17.", "apples", "17 and 4"]
-    with LLM("tiny-qwen3", dtype="float32") as llm:
-        scores = rerank(llm, "what is 12 + 5?", documents)
-        folder = llm.engine.facts.origin
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    for score, document in zip(scores, documents, strict=True):
-        text = TEMPLATE.format(system=SYSTEM, task=TASK, query="what is 12 + 5?", document=document)
-        likelihoods = []
-        for word in ("yes", "no"):
-            answer = tokenizer.encode(word, add_special_tokens=False)
-            ids = torch.tensor([tokenizer.encode(text, add_special_tokens=False) + answer])
-            with torch.inference_mode():
-                logprobs = model(ids).logits[0].log_softmax(-1)
-            rows = range(ids.shape[1] - 1 - len(answer), ids.shape[1] - 1)
-            likelihoods.append(sum(logprobs[row, token].item() for row, token in zip(rows, answer, strict=True)))
-        yes, no = likelihoods
-        assert score == pytest.approx(1 / (1 + np.exp(no - yes)), abs=1e-4)
-
-
 def test_a_text_ends_with_the_token_that_the_tokenizer_appends(reciter: Path, tmp_path: Path) -> None:
     """As that of Qwen3-Embedding does: the model was trained to pool this token."""
     from shutil import copytree

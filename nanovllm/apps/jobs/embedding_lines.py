@@ -7,7 +7,7 @@ import numpy as np
 
 from nanovllm.apps.jobs.request_lines import LineError, RequestLine, check_model
 from nanovllm.apps.jobs.result_lines import ResultLine, Usage, make_good_line
-from nanovllm.features.scoring.embedding import EMBEDDING_PARAMS, check_dimensions, read_embedding
+from nanovllm.features.scoring.embedding import EMBEDDING_PARAMS, check_dimensions, read_embedding, refuse_heads
 from nanovllm.text.prompts import name_errors
 from nanovllm.utils.checks import as_choice, refuse, refuse_unknown
 
@@ -36,6 +36,7 @@ def prepare_embeddings(line: RequestLine, llm: "LLM", model_name: str) -> "list[
         refuse_unknown(body, ("model", "input", "encoding_format", "dimensions", "user"), "an embedding")
         check_model(body, model_name)
         as_choice(body.get("encoding_format", "float"), "encoding_format", FORMATS)
+        refuse_heads(llm.engine.facts.pooling)
         check_dimensions(body.get("dimensions"), llm.engine.facts.embedding_size)
         inputs = _list_inputs(body.get("input"))
         requests = []

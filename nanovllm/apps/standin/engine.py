@@ -14,7 +14,7 @@ from uuid import uuid4
 from nanovllm.apps.standin.names import check_arguments, explain_missing
 from nanovllm.config import DEFAULT_NUM_SEQS, EngineConfig, EngineOptions
 from nanovllm.engine.sequence import Sequence
-from nanovllm.outputs import METRICS, Embedding, Logprob, Metric, Output
+from nanovllm.outputs import METRICS, Classification, Embedding, Logprob, Metric, Output
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.prompts import Message, Prompt
 
@@ -137,6 +137,7 @@ NAMES: Mapping[str, Any] = {
     **{made.__name__: made for made in (EngineArgs, LLMEngine)},
     **{made.__name__: made for made in (Logprob, Metric)},
     **dict.fromkeys(("EmbeddingRequestOutput", "EmbeddingOutput"), Embedding),
+    **dict.fromkeys(("ClassificationRequestOutput", "ClassificationOutput"), Classification),
     **dict.fromkeys(("resolve_chat_template", "resolve_hf_chat_template"), resolve_chat_template),
     **dict.fromkeys(("SampleLogprobs", "PromptLogprobs"), list),
     # An LLM frees its memory when it is collected.

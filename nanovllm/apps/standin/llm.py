@@ -23,7 +23,7 @@ from nanovllm.engine.sequence import Request
 from nanovllm.features.gguf.model import GgufModel
 from nanovllm.models.hub import is_gguf
 from nanovllm.models.model_folder import ModelFolder
-from nanovllm.outputs import Embedding
+from nanovllm.outputs import Classification, Embedding
 from nanovllm.text.prompts import list_prompts, tokenise_prompts
 from nanovllm.utils.checks import as_choice, as_integer
 
@@ -109,6 +109,10 @@ class LLM(nanovllm.LLM):
         as_choice(pooling_task, "pooling_task", ["embed"])
         return [Pooled(embedding) for embedding in self.embed(prompts, **options)]
 
+    def reward(self, prompts: Any, **options: Any) -> list["Rewarded"]:  # type: ignore[override]
+        """Return what `classify` does, in vLLM's form for rewards: `output.outputs.data`."""
+        return [Rewarded(one) for one in self.classify(prompts, **options)]
+
     def set_tokenizer(self, tokenizer: Any) -> None:
         """Take the chat template of a tokenizer that has the model's own tokens."""
         if tokenizer.get_vocab() != self.tokenizer.get_vocab():
@@ -140,6 +144,14 @@ class Pooled(Embedding):
     @property
     def data(self) -> torch.Tensor:
         return torch.from_numpy(self.embedding)
+
+
+class Rewarded(Classification):
+    """vLLM's PoolingRequestOutput of a model that scores, with the scores as a tensor: `output.outputs.data`."""
+
+    @property
+    def data(self) -> torch.Tensor:
+        return torch.from_numpy(self.scores)
 
 
 class RequestCounter:

@@ -17,7 +17,6 @@ _EDITS = ADVICE_OF_OPTIONS["logits_processors"]
 _ONE_CACHE = ADVICE_OF_OPTIONS["kv_transfer_config"]
 _EMBED = "embed(prompts, dimensions=..., normalize=...) has these as arguments"
 _ONE_ENGINE = "one engine has one process, which answers many threads and asyncio tasks through LLM.submit"
-_NO_HEAD = "models with a head for classes or rewards are not run; score(prompts, labels) tells how likely they are"
 
 INNER = f"these are vLLM's inner classes; LLM.stats() has counts, LLM.observe sees each step; {_ONE_ENGINE}"
 """The advice for modules of `vllm.v1` that no row has."""
@@ -55,7 +54,7 @@ ARGUMENTS = (
 MISSING: Mapping[str, str] = {
     # methods and attributes of vLLM's LLM and EngineArgs
     "beam_search BeamSearchParams": "generate(prompts, SamplingParams(n=8, logprobs=0)) samples completions",
-    "classify reward ClassificationRequestOutput ScoringRequestOutput": _NO_HEAD,
+    "ScoringRequestOutput": "rerank(query, documents) has relevances; score(a, b) tells how likely b is after a",
     "start_profile stop_profile": _TRACE,
     "collective_rpc": "the ranks take no calls: make the change in this process, or in the model's folder",
     "apply_model": "llm.engine.runner.model is the model of one device; several ranks take no calls",

@@ -23,6 +23,7 @@ def embed_prompts(llm: Any, prompts: Any, *, dimensions: int | None, normalize: 
         show: draw progress bars.
     """
     llm.engine.claim.check()
+    refuse_heads(llm.engine.facts.pooling)
     check_dimensions(dimensions, llm.engine.facts.embedding_size)
     as_bool(normalize, "normalize")
     requests = llm.prepare_requests(list_prompts(prompts), EMBEDDING_PARAMS, show=show)
@@ -48,6 +49,12 @@ def add_default_prompt(prompts: Seq[Any], params: Seq[SamplingParams | None], de
     return [
         add(prompt) if own is not None and own.embed else prompt for prompt, own in zip(prompts, params, strict=True)
     ]
+
+
+def refuse_heads(pooling: Pooling) -> None:
+    """Raise a ValueError if a model makes scores in place of vectors."""
+    if pooling.labels:
+        raise ValueError(f"this model scores texts ({len(pooling.labels)} labels), and makes no vectors: use classify")
 
 
 def check_dimensions(dimensions: int | None, size: int) -> None:

@@ -1,0 +1,182 @@
+"""Scores of whole texts are transformers' and sentence-transformers', whatever runs beside them."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers.paths import BOX_MODEL
+from helpers.tiny import BLOCK, draw_prompts, edit_json, save_random
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+from nanovllm import LLM, SamplingParams
+
+OPTIONS: dict[str, Any] = {"dtype": "float32", "device": "cpu", "max_model_len": 160, "kvcache_block_size": BLOCK}
+CROWDED = OPTIONS | {"num_kvcache_blocks": 13, "max_num_seqs": 8, "max_num_batched_tokens": 48}
+PREFIX, *REST = draw_prompts([40, 1, 15, 16, 17, 70, 120])
+PROMPTS = [*REST, PREFIX + REST[1], PREFIX + REST[3]]
+PADDING = 2
+
+Classifier = Any  # transformers' model for scores
+
+
+def save_classifier(folder: Path, kind: str, num_labels: int, **changes: Any) -> Classifier:
+    """Write a random model with a head into a folder. A kind is a model_type of transformers."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 600, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "max_position_embeddings": 256}
+    config = AutoConfig.for_model(kind, num_labels=num_labels, **{**sizes, "pad_token_id": PADDING, **changes})
+    model = AutoModelForSequenceClassification.from_config(config).float().eval()
+    for parameter in model.parameters():
+        parameter.data.normal_(0, 0.2) if parameter.dim() > 1 else parameter.data.normal_(1, 0.1)
+    model.save_pretrained(folder)
+    return model
+
+
+@torch.inference_mode()
+def expect(model: Classifier, prompt: list[int]) -> np.ndarray:
+    return model(torch.tensor([prompt])).logits[0].numpy()
+
+
+@pytest.mark.parametrize("backend", ["torch", "cpu"])
+@pytest.mark.parametrize("num_labels", [1, 3])
+@pytest.mark.parametrize("kind", ["qwen3", "qwen2", "llama", "mistral", "gemma2", "phi3", "gpt_neox"])
+def test_scores_are_transformers(kind: str, num_labels: int, backend: str, tmp_path: Path) -> None:
+    """In a cache that preempts, in chunks, and with prefixes in common."""
+    model = save_classifier(tmp_path, kind, num_labels)
+    with LLM(tmp_path, **CROWDED, attention_backend=backend) as llm:
+        found = llm.classify(PROMPTS, use_tqdm=False)
+        assert llm.stats()["num_generated_tokens"] == 0
+    for prompt, one in zip(PROMPTS, found, strict=True):
+        expected = expect(model, prompt)
+        np.testing.assert_allclose(one.scores, expected, atol=5e-4)
+        probs = torch.tensor(expected).sigmoid() if num_labels == 1 else torch.tensor(expected).softmax(0)
+        np.testing.assert_allclose(one.probs, probs.numpy(), atol=2e-4)
+        assert one.label == f"LABEL_{expected.argmax()}"
+        assert one.outputs.probs is one["probs"] and one.prompt_token_ids == prompt
+
+
+@pytest.mark.parametrize("ending", [[], [PADDING], [PADDING] * 5, [7, PADDING]], ids=str)
+def test_padding_at_the_end_is_not_the_last_token(ending: list[int], tmp_path: Path) -> None:
+    model = save_classifier(tmp_path, "qwen3", 2)
+    prompt = [5, PADDING, 9, 11, *ending]
+    with LLM(tmp_path, **OPTIONS) as llm:
+        (found,) = llm.classify([prompt])
+        with pytest.raises(ValueError, match="no token but 2, the padding"):
+            llm.classify([[PADDING, PADDING]])
+    np.testing.assert_allclose(found.scores, expect(model, prompt), atol=5e-4)
+
+
+def test_each_activation_makes_its_probabilities(tmp_path: Path) -> None:
+    save_classifier(tmp_path, "llama", 3)
+    scores = None
+    for changes, activate in (
+        ({"problem_type": "multi_label_classification"}, torch.sigmoid),
+        ({"problem_type": "single_label_classification"}, lambda x: x.softmax(0)),
+        ({"problem_type": "regression"}, lambda x: x),
+        (
+            {"problem_type": None, "sentence_transformers": {"activation_fn": "torch.nn.modules.linear.Identity"}},
+            lambda x: x,
+        ),
+    ):
+        edit_json(tmp_path / "config.json", **changes)
+        with LLM(tmp_path, **OPTIONS) as llm:
+            (found,) = llm.classify([[5, 6, 7]])
+        scores = found.scores if scores is None else scores
+        np.testing.assert_array_equal(found.scores, scores)
+        np.testing.assert_allclose(found.probs, activate(torch.from_numpy(scores)).numpy(), rtol=1e-5)
+    for changes, words in (
+        ({"sentence_transformers": {"activation_fn": "os.system"}}, "activation_fn"),
+        ({"sentence_transformers": None, "problem_type": "ranking"}, "problem_type"),
+    ):
+        edit_json(tmp_path / "config.json", **changes)
+        with pytest.raises(ValueError, match=words):
+            LLM(tmp_path, **OPTIONS)
+
+
+def test_a_reward_is_the_only_score(tmp_path: Path) -> None:
+    model = save_classifier(tmp_path / "one", "qwen2", 1)
+    with LLM(tmp_path / "one", **OPTIONS) as llm:
+        rewards = llm.reward(PROMPTS[:3])
+    assert rewards == pytest.approx([float(expect(model, prompt)[0]) for prompt in PROMPTS[:3]], abs=5e-4)
+    save_classifier(tmp_path / "three", "qwen2", 3)
+    with LLM(tmp_path / "three", **OPTIONS) as llm, pytest.raises(ValueError, match="has 3 labels"):
+        llm.reward(PROMPTS[:1])
+
+
+def test_what_a_model_does_not_have_is_refused_by_name(tmp_path: Path) -> None:
+    save_classifier(tmp_path / "scores", "qwen3", 2)
+    with LLM(tmp_path / "scores", **OPTIONS) as llm:
+        with pytest.raises(ValueError, match="makes no vectors: use classify"):
+            llm.embed(PROMPTS)
+        with pytest.raises(ValueError, match="no LM head"):
+            llm.generate(PROMPTS, SamplingParams(max_tokens=1))
+        with pytest.raises(ValueError, match=r"score\.weight"):
+            llm.load_weights([("score.weight", torch.zeros(2, 64))])
+    save_random(tmp_path / "text")
+    with LLM(tmp_path / "text", **OPTIONS) as llm, pytest.raises(ValueError, match="no head that scores texts"):
+        llm.classify(PROMPTS)
+    edit_json(tmp_path / "scores" / "config.json", id2label={"0": "a", "1": "b", "2": "c"}, label2id=None)
+    with pytest.raises(ValueError, match=r"shapes .*\[2, 64\].* 3 labels"):
+        LLM(tmp_path / "scores", **OPTIONS)
+    edit_json(tmp_path / "scores" / "config.json", architectures=["Qwen3ForTokenClassification"])
+    with pytest.raises(ValueError, match="Qwen3ForTokenClassification"):
+        LLM(tmp_path / "scores", **OPTIONS)
+
+
+DOCUMENTS = ["the capital of Spain is Madrid", "5 + 7 = 12", "count from 3 to 9", "the capital of Peru is Lima"]
+QUERY = "what is the capital of Spain?"
+
+
+def test_pairs_are_scored_as_a_cross_encoder_scores_them(tmp_path: Path) -> None:
+    cross_encoder = pytest.importorskip("sentence_transformers").CrossEncoder
+    size = len(AutoTokenizer.from_pretrained(BOX_MODEL))
+    pad = json.loads((BOX_MODEL / "config.json").read_text()).get("pad_token_id") or 0
+    save_classifier(tmp_path, "qwen3", 1, vocab_size=size, pad_token_id=pad)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(BOX_MODEL / name, tmp_path)
+    expected = cross_encoder(str(tmp_path), device="cpu").predict([(QUERY, document) for document in DOCUMENTS])
+    with LLM(tmp_path, **OPTIONS) as llm:
+        ranked = llm.rerank(QUERY, DOCUMENTS)
+        assert llm.rerank(QUERY, []) == []
+        with pytest.raises(ValueError, match="instruction"):
+            llm.rerank(QUERY, DOCUMENTS, instruction="find it")
+    assert [one.index for one in ranked] == np.argsort(-np.asarray(expected), kind="stable").tolist()
+    found = {one.index: one.relevance_score for one in ranked}
+    np.testing.assert_allclose([found[i] for i in range(len(DOCUMENTS))], expected, atol=2e-4)
+    assert all(one.document == DOCUMENTS[one.index] for one in ranked)
+
+
+def test_the_reranker_compares_yes_and_no() -> None:
+    """Its scores are those of the two tokens' logits at the end of transformers' prompt."""
+    from nanovllm.features.scoring.rerank import INSTRUCTION, TEMPLATE
+
+    documents = ["12 + 5 is 17.", "apples", "17 and 4"]
+    with LLM("tiny-qwen3", dtype="float32") as llm:
+        ranked = llm.rerank("what is 12 + 5?", documents)
+        asked = llm.rerank("what is 12 + 5?", documents, instruction="Find the sum")
+        folder = llm.engine.facts.origin
+    assert [one.relevance_score for one in asked] != [one.relevance_score for one in ranked]
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    assert sorted(one.index for one in ranked) == [0, 1, 2]
+    for one in ranked:
+        text = TEMPLATE.format(instruction=INSTRUCTION, query="what is 12 + 5?", document=documents[one.index])
+        likelihoods = []
+        for word in ("yes", "no"):
+            answer = tokenizer.encode(word, add_special_tokens=False)
+            ids = torch.tensor([tokenizer.encode(text, add_special_tokens=False) + answer])
+            with torch.inference_mode():
+                logprobs = model(ids).logits[0].log_softmax(-1)
+            rows = range(ids.shape[1] - 1 - len(answer), ids.shape[1] - 1)
+            likelihoods.append(sum(logprobs[row, token].item() for row, token in zip(rows, answer, strict=True)))
+        yes, no = likelihoods
+        assert one.relevance_score == pytest.approx(1 / (1 + np.exp(no - yes)), abs=1e-4)
+
+
+def test_a_model_that_is_no_reranker_says_so(reciter: Path) -> None:
+    with LLM(reciter, **OPTIONS) as llm, pytest.raises(ValueError, match="is no reranker"):
+        llm.rerank(QUERY, DOCUMENTS)
