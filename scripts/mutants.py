@@ -25,6 +25,7 @@ import venv
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from importlib.util import cache_from_source
 from pathlib import Path
 from typing import Any
 
@@ -126,9 +127,8 @@ class Copy:
         command = [self._python, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *arguments]
         environment = os.environ | {"PYTHONPATH": str(self.folder), "PYTEST_ADDOPTS": ""}
         null = subprocess.DEVNULL
-        process = subprocess.Popen(
-            command, cwd=self.folder, env=environment, stdout=null, stderr=null, start_new_session=True
-        )
+        streams = {"stdin": null, "stdout": null, "stderr": null}
+        process = subprocess.Popen(command, cwd=self.folder, env=environment, start_new_session=True, **streams)
         try:
             return process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -181,6 +181,8 @@ def main() -> int:
             tests = [name for _, name in sorted(reached)[: args.most]]
             change()
             module.write_text(ast.unparse(ast.fix_missing_locations(tree)))
+            # Python takes a compiled file for that of a source with the same size and second.
+            Path(cache_from_source(str(module))).unlink(missing_ok=True)
             status = copy.run_pytest(tests, 300) if tests else None
             verdicts = {None: "no test reaches it", 0: "SURVIVES", 1: "noticed", 124: "hangs"}
             verdict = verdicts.get(status, f"ends pytest with status {status}")
