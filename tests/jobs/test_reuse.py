@@ -5,6 +5,7 @@ import logging
 import os
 import random
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from nanovllm.apps.jobs.request_lines import read_request_line
 from nanovllm.apps.jobs.reuse import name_request
 from nanovllm.apps.jobs.source import Line
 from nanovllm.config import EngineConfig
+from nanovllm.text.prompts import ChatPrompt
 
 MODEL = Path(__file__).parents[2] / "nanovllm" / "assets" / "tiny-qwen3"
 
@@ -73,6 +75,15 @@ def test_the_order_of_properties_is_a_part_of_the_name() -> None:
     """A grammar writes them in this order."""
     first, second = (name(prompt="abc", seed=1, structured_outputs={"json": schema}) for schema in (SCHEMA, TURNED))
     assert first != second
+
+
+def test_what_the_template_wrote_for_the_answer_is_a_part_of_the_name() -> None:
+    """Of equal tokens, a tag that the template wrote begins the thinking, and one in a message does not."""
+    llm: Any = InstantLLM(EngineConfig("some-model", max_model_len=1000))
+    line = read_request_line(Line(1, json.dumps({"prompt": "say <think>", "temperature": 0}).encode()))
+    (request,) = prepare_line(line, llm, "some-model")
+    texts = (ChatPrompt("say <think>", opening) for opening in (None, "", "<think>"))
+    assert len({name_request(line, [replace(request, prompt=text)]) for text in texts}) == 3
 
 
 def test_a_request_that_is_drawn_without_a_seed_has_no_name() -> None:

@@ -47,7 +47,8 @@ def name_request(line: RequestLine, requests: "Sequence[Request]") -> str:
         if draws and not has_seed:
             return ""
         echoed = request.prompt if line.body.get("echo") else None
-        asked = repr((replace(params, seed=params.seed if draws else 0), request.max_len, echoed))
+        opening = getattr(request.prompt, "opening", None)  # it tells whether the answer begins with thinking
+        asked = repr((replace(params, seed=params.seed if draws else 0), request.max_len, echoed, opening))
         for part in (request.prompt_token_ids.tobytes(), asked.encode("utf-8", "surrogatepass")):
             digest.update(len(part).to_bytes(8, "little") + part)
     return digest.hexdigest()
