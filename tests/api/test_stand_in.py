@@ -61,6 +61,7 @@ sys.exit(3)
 """
 
 
+@pytest.mark.slow
 def test_a_script_and_its_children_see_this_engine_and_the_version_that_is_claimed(tmp_path: Path) -> None:
     """The child looks for the module. That of a test below imports it, which takes seconds."""
     script = tmp_path / "script.py"
@@ -84,6 +85,7 @@ def test_the_first_line_of_a_script_does_the_same(tmp_path: Path) -> None:
     assert done.stderr.count("vllm is nanovllm") == 1
 
 
+@pytest.mark.slow
 def test_it_refuses_where_vllm_itself_is_installed_unless_it_shall_replace_it(tmp_path: Path) -> None:
     real = tmp_path / "vllm" / "__init__.py"
     real.parent.mkdir()
@@ -334,6 +336,7 @@ def test_a_reset_of_running_requests_changes_no_token(vllm: Any) -> None:
     assert [found["0"], found["1"]] == expected
 
 
+@pytest.mark.slow
 def test_the_script_of_vllms_examples_replaces_models_and_nothing_else(tmp_path: Path) -> None:
     source = 'print(LLM, "org/model-1.5B", "text/plain", "a/b/c", "./model")'
     assert replace_models(source) == source.replace('"org/model-1.5B"', repr(str(BOX_MODEL)))

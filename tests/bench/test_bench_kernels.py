@@ -63,6 +63,7 @@ def run_once(launches: list[Callable[[], object]], before: Callable[[], None] | 
     return Times(us=8.0, dependent_us=2.0)
 
 
+@pytest.mark.slow
 def test_every_kernel_stands_beside_its_own_ceiling(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

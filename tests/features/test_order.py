@@ -354,6 +354,7 @@ def test_only_lists_are_reordered():
         LLM("tiny-qwen3", order="longest", **options)
 
 
+@pytest.mark.slow
 def test_a_file_of_requests_gives_the_results_of_the_given_order(tmp_path: Path):
     from nanovllm.apps.jobs.job import Job, Status
     from nanovllm.apps.jobs.run import run_job

@@ -165,6 +165,7 @@ def test_an_estimate_has_the_bytes_of_the_file(tmp_path: Path) -> None:
         assert float(told) == pytest.approx(size / 2**30, rel=0.02, abs=0.005)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("split", ["tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"])
 def test_ranks_stages_and_replicas_say_what_one_process_says(tmp_path: Path, split: str) -> None:
     """Llama's rows of queries and keys are put into another order, and each rank takes its share of them."""
@@ -371,10 +372,13 @@ def twins(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 USES: dict[str, dict[str, Any]] = {
     "a prefix cache": {},
-    "chunks and preemption": CROWDED,
+    "chunks and preemption": CROWDED | {"num_kvcache_blocks": 10},
     "keys and values in one byte": {"kv_cache_dtype": "int8"},
     "drafts from the text": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
-    "a draft model in GGUF": {"speculative_config": {"model": "", "num_speculative_tokens": 2}},
+    "a draft model in GGUF": {
+        "speculative_config": {"model": "", "num_speculative_tokens": 2},
+        "attention_backend": "cpu",
+    },
     "the C++ kernels": {"attention_backend": "cpu"},
 }
 
@@ -383,9 +387,9 @@ USES: dict[str, dict[str, Any]] = {
 def test_unlike_types_say_what_a_folder_with_their_numbers_says(twins: tuple[Path, Path], use: str) -> None:
     """Greedy, drawn and structured answers, twice, with a prefix in common; scores and vectors; after a sleep, too."""
     prompts = [f"count from {first} to 9, please, and then from 1 to {first}" for first in range(1, 7)]
-    greedily = SamplingParams(temperature=0, max_tokens=24)
-    digits = SamplingParams(temperature=0, max_tokens=24, structured_outputs={"regex": r"([0-9], ){3,5}[0-9]"})
-    params = [greedily, digits, SamplingParams(seed=5, max_tokens=24)] * 2
+    greedily = SamplingParams(temperature=0, max_tokens=16)
+    digits = SamplingParams(temperature=0, max_tokens=16, structured_outputs={"regex": r"([0-9], ){3,5}[0-9]"})
+    params = [greedily, digits, SamplingParams(seed=5, max_tokens=16)] * 2
     told = []
     for model in twins:
         options = OPTIONS | {"max_model_len": 160, "attention_backend": "torch"} | USES[use]
@@ -401,6 +405,7 @@ def test_unlike_types_say_what_a_folder_with_their_numbers_says(twins: tuple[Pat
             llm.wake_up()
             answers += [output["token_ids"] for output in llm.generate(prompts, params, use_tqdm=False)]
             assert answers[:6] == answers[6:12] == answers[12:]
+            assert (llm.engine.stats()["num_preemptions"] > 0) == (use == "chunks and preemption")
         told.append((answers, np.array(scores), np.array(vectors)))
     assert told[0][0] == told[1][0]
     for found, expected in zip(told[0][1:], told[1][1:], strict=True):
@@ -424,9 +429,13 @@ def test_the_built_in_model_as_a_gguf_answers_as_its_folder_does(box: Path) -> N
     assert told[0] == told[1]
 
 
-def test_a_job_of_texts_runs_and_is_estimated(box: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_job_of_texts_runs_and_is_estimated(
+    box: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     from nanovllm.apps.cli import main
+    from nanovllm.apps.floor import Machine
 
+    monkeypatch.setattr("nanovllm.apps.estimate.measure_machine", lambda *_: Machine(1e10, 1e10, 1e12))
     talk = [{"role": "user", "content": "hello"}]
     line: dict[str, Any] = {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions"}
     line["body"] = {"model": "m", "messages": talk, "max_tokens": 4, "temperature": 0}

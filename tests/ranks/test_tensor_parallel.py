@@ -482,6 +482,7 @@ def test_rank_0_killed_leaves_no_process_no_segment_and_no_folder(
     assert list_segments() <= before
 
 
+@pytest.mark.slow
 def test_ctrl_c_prints_one_traceback_and_ends_all(script: subprocess.Popen[str]) -> None:
     assert script.stdout is not None and script.stdout.readline() == "ready\n"
     time.sleep(0.5)

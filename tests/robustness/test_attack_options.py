@@ -154,6 +154,7 @@ for name, values in CONFIGS.items():
 """
 
 
+@pytest.mark.slow
 def test_any_option_makes_an_engine_or_a_short_reason_soon(warm_python: WarmPython) -> None:
     """In a process that may use 12 GiB of addresses."""
     limit = "import resource; resource.setrlimit(resource.RLIMIT_AS, (12 << 30, 12 << 30))\n"

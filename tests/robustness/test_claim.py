@@ -366,6 +366,7 @@ def make_engines_in_forks(folder: str) -> None:
     assert fork(signal.SIG_IGN) == after, "an engine is here now"
 
 
+@pytest.mark.slow
 def test_an_engine_in_a_forked_process_answers_or_is_refused_and_does_not_hang(folders: list[Path]) -> None:
     run_apart(make_engines_in_forks, folders[0])
 
