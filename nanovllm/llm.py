@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future
 from contextlib import closing, contextmanager
@@ -16,10 +16,10 @@ from nanovllm.engine.claim import Activity, State
 from nanovllm.engine.interfaces import StepObserver
 from nanovllm.engine.order import Order
 from nanovllm.engine.scheduled_step import ScheduledStep
-from nanovllm.engine.sequence import Request
+from nanovllm.engine.sequence import Request, Sequence
 from nanovllm.inputs import LoRARequest
 from nanovllm.load import load_engine
-from nanovllm.outputs import Classification, Embedding, Metric, Output, Ranking, Score, list_metrics
+from nanovllm.outputs import Classification, Embedding, Metric, Output, Ranking, Score, ScoreArrays, list_metrics
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.prompts import Message, Prompt, list_conversations, list_prompts, name_errors, tokenise_prompts
 from nanovllm.text.tokenizer import explain_no_tokenizer
@@ -146,15 +146,22 @@ class LLM:
         return requests
 
     def run_requests(
-        self, requests: Iterable[Request | None], label: str = "", show: bool = False, lora_request: Any = None
-    ) -> Iterator[tuple[int, Output]]:
+        self,
+        requests: Iterable[Request | None],
+        label: str = "",
+        show: bool = False,
+        lora_request: Any = None,
+        make_output: Callable[[Sequence], Any] | None = None,
+    ) -> Iterator[tuple[int, Any]]:
         """Run requests. When a request ends, yield (number, output); the first request has number 0.
 
         Args:
             label: the word before the progress bar.
             show: draw the progress bar.
             lora_request: see `generate`. Only a list of requests may have it.
+            make_output: makes something else than an Output of a request's first sequence.
         """
+        make_output = make_output or self.engine.make_output
         total = len(requests) if isinstance(requests, list) else None
         order = self._plan_order(requests, lora_request)
         with (
@@ -167,7 +174,7 @@ class LLM:
                     for seq in ended:
                         bar.update()
                         number = order.take_number(seq)
-                        output = self.engine.make_output(seq)
+                        output = make_output(seq)
                         if lora_request is not None:
                             has_one_each = isinstance(lora_request, list | tuple)
                             output.lora_request = lora_request[number] if has_one_each else lora_request
@@ -218,6 +225,23 @@ class LLM:
         from nanovllm.features.scoring.score import score_pairs
 
         return score_pairs(self, prompts, continuations, use_tqdm)
+
+    def score_arrays(self, prompts: Prompt | Seq[Prompt], top: int = 64, use_tqdm: bool = True) -> list[ScoreArrays]:
+        """Return what the model expects in the place of each token of a text: the `top` most likely tokens, as arrays.
+
+        They are the numbers of `prompt_logprobs`, without a dict for each token. A smaller model can learn from them.
+
+        Args:
+            prompts: one prompt or a list, in every form that `generate` takes, with at most max_model_len + 1 tokens.
+            top: from 1 to the size of the vocabulary.
+
+        Raises:
+            ValueError: a prompt or `top` is not valid; no prompt has run.
+            RuntimeError: the model's logits are NaN or infinite.
+        """
+        from nanovllm.features.scoring.arrays import score_arrays
+
+        return score_arrays(self, prompts, top, use_tqdm)
 
     def embed(
         self,

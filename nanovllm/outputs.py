@@ -243,6 +243,25 @@ class Score(dict[str, Any]):
         )
 
 
+class ScoreArrays(NamedTuple):
+    """The tokens that a model expects in the place of each of n tokens, by the raw distribution (natural logarithms).
+
+    Row i is about token i, and was computed from the tokens before it. Of a token that was not scored, as the first
+    one, `token_logprobs` has 0, `ids` has 0, and `logprobs` has -inf.
+
+    Attributes:
+        token_ids: int32 [n], the tokens of the text.
+        token_logprobs: float32 [n], their log-probabilities.
+        ids: int32 [n, k], the most likely tokens in the place of each, the most likely one first.
+        logprobs: float32 [n, k], the log-probabilities of `ids`.
+    """
+
+    token_ids: "NDArray[np.int32]"
+    token_logprobs: "NDArray[np.float32]"
+    ids: "NDArray[np.int32]"
+    logprobs: "NDArray[np.float32]"
+
+
 class Embedding(_OfPrompt):
     """The vector of one prompt, like vLLM's EmbeddingRequestOutput.
 

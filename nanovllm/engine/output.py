@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Iterable
 
 from nanovllm.engine.pooling import LAST_TOKEN_POOLING, Pooling
-from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.sequence import PromptScores, Sequence
 from nanovllm.outputs import Logprob, Output, RequestMetrics
 from nanovllm.text.tokenizer import Tokenizer
 
@@ -47,8 +47,8 @@ def _make_single(seq: Sequence, tokenizer: Tokenizer | None, parse: ParseOutput 
         output["logprobs"] = seq.logprobs
         set_decoder(seq.logprobs, tokenizer)
     if seq.scores is not None and seq.params.prompt_logprobs is not None:
-        output["prompt_logprobs"] = seq.scores.logprobs
-        set_decoder(seq.scores.logprobs, tokenizer)
+        output["prompt_logprobs"] = list_prompt_logprobs(seq, seq.scores)
+        set_decoder(output["prompt_logprobs"], tokenizer)
     if seq.scores is not None and seq.scores.embedding is not None:
         output["embedding"] = pooling.finish(seq.scores.embedding, seq.num_prompt_tokens)
     if seq.error is not None:
@@ -56,6 +56,17 @@ def _make_single(seq: Sequence, tokenizer: Tokenizer | None, parse: ParseOutput 
     if parse is not None:
         parse(seq, output)
     return output
+
+
+def list_prompt_logprobs(seq: Sequence, scores: PromptScores) -> list[dict[int, Logprob] | None]:
+    """Return {token id: log-probability} of each prompt token whose score was read, and None of those before them."""
+    read: list[dict[int, Logprob]] = []
+    if scores.tokens is not None:
+        num_top = scores.tokens.num_top
+        tokens = scores.tokens.cut(0, scores.num_read, num_top)
+        token_ids = seq.token_ids[scores.first : scores.first + scores.num_read].tolist()
+        read = tokens.make_dicts(token_ids, [num_top] * scores.num_read)
+    return [*[None] * scores.first, *read]
 
 
 def set_decoder(rows: Iterable[dict[int, Logprob] | None], tokenizer: Tokenizer | None) -> None:

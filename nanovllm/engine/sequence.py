@@ -11,6 +11,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from nanovllm.engine.token_scores import TokenScores
 from nanovllm.outputs import FinishReason, Logprob
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.stop_strings import StopStringMatcher
@@ -103,14 +104,27 @@ class PromptScores:
         next_target: index of the first prompt token whose score is wanted and is not planned yet; the token before it
             gives the score. If the prompt is embedded, the token before this index is the first one whose hidden state
             is wanted and is not planned yet. At least the number of prompt tokens if nothing is left.
-        logprobs: {token id: log-probability} per prompt token whose score was read. Tokens that are not scored have
-            None.
+        first: index of the first prompt token whose score is wanted.
+        tokens: the scores of the tokens from `first` on, with as many of the most likely ones as the request asks for.
+            None before the first one was read.
+        num_read: how many rows of `tokens` have their values.
         embedding: the sum of the wanted hidden states that were read, float64 [hidden]; None before the first one.
     """
 
     next_target: int
-    logprobs: list[dict[int, Logprob] | None]
+    first: int
+    tokens: TokenScores | None = None
+    num_read: int = 0
     embedding: NDArray[np.float64] | None = None
+
+    def add(self, scores: TokenScores, num_prompt_tokens: int) -> None:
+        """Add the scores of the next tokens. They are copied, because the arrays of a step hold those of others."""
+        if self.tokens is None:
+            self.tokens = TokenScores.allocate(num_prompt_tokens - self.first, scores.num_top)
+        end = self.num_read + len(scores.logprobs)
+        for whole, part in zip(self.tokens, scores, strict=True):
+            whole[self.num_read : end] = part
+        self.num_read = end
 
 
 class Sequence:

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from nanovllm.backends import Backend
 from nanovllm.engine.plan import IntArray, StepPlan
+from nanovllm.engine.token_scores import TokenScores
 from nanovllm.ops.token_logprobs import ROWS_AT_A_TIME
-from nanovllm.outputs import Logprob, make_logprobs
+from nanovllm.outputs import Logprob
 
 LOGITS_AT_A_TIME = 1024
 """How many rows of logits are made at a time, where those of a whole prompt are wanted."""
@@ -44,7 +45,8 @@ class Logprobs:
         self._tensors = [backend.start_copy(torch.cat(values)) for values in zip(*parts, strict=True)]
 
     def _reduce(self, logits: Tensor, token_ids: Tensor, counts: IntArray) -> tuple[Tensor, ...]:
-        """Return the three tensors of `TokenLogprobs`, then the highest logits [n, k] of each row and their token ids.
+        """Return the three tensors of `TokenLogprobs`, then the highest logits float32 [n, k] of each row and their
+        token ids int32 [n, k].
 
         A row's values do not depend on the other rows. So each k is taken by itself, because which of two equally
         likely tokens is among the k most likely depends on k.
@@ -52,30 +54,22 @@ class Logprobs:
         if not self._most:
             given = self._backend.token_logprobs(logits, token_ids)
             n = len(token_ids)
-            return *given, given.values.new_empty(n, 0), given.values.new_empty(n, 0, dtype=torch.int64)
+            return *given, given.values.new_empty(n, 0), given.values.new_empty(n, 0, dtype=torch.int32)
         logits = logits.float()
         given = self._backend.token_logprobs(logits, token_ids)
         top, top_ids = logits.topk(min(self._most, logits.shape[1]), dim=1)
         for k in {*counts.tolist()} - {self._most, 0}:
             rows = self._backend.to_device(np.flatnonzero(counts == k))
             top[rows, :k], top_ids[rows, :k] = logits[rows].topk(k, dim=1)
-        return *given, top, top_ids
+        return *given, top, top_ids.int()
 
-    def read(self, token_ids: IntArray) -> list[dict[int, Logprob]]:
-        """Return {token id: log-probability} of each row. Called once the step has ended on the device."""
-        given, log_sums, num_above, top, top_ids = (tensor.numpy() for tensor in self._tensors)
-        with np.errstate(invalid="ignore"):  # rows of broken logits have inf - inf
-            top_values = top - log_sums[:, np.newaxis]
-        # Equal logits have the same rank: that of the first of them.
-        ranks = np.ones(top.shape, np.int64)
-        ranks[:, 1:] = np.where(top[:, 1:] < top[:, :-1], np.arange(2, top.shape[1] + 1), 1)
-        ranks = np.maximum.accumulate(ranks, axis=1)
-        columns: list[NDArray[Any]] = [token_ids, given, num_above + 1, top_ids, top_values, ranks, self._counts]
-        rows = zip(*(column.tolist() for column in columns), strict=True)
-        return [
-            make_logprobs([token_id, *ids[:k]], [value, *values[:k]], [rank, *others[:k]])
-            for token_id, value, rank, ids, values, others, k in rows
-        ]
+    def read(self) -> TokenScores:
+        """Return the values of all rows. Called once the step has ended on the device."""
+        return TokenScores(*(tensor.numpy() for tensor in self._tensors))
+
+    def read_dicts(self, token_ids: IntArray) -> list[dict[int, Logprob]]:
+        """Return {token id: log-probability} of each row, as `read` does."""
+        return self.read().make_dicts(token_ids.tolist(), self._counts.tolist())
 
 
 def start_logprobs(

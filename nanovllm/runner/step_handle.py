@@ -9,6 +9,7 @@ from torch import Tensor
 from nanovllm.backends import Backend
 from nanovllm.backends.steps import Stopwatch
 from nanovllm.engine.plan import NO_EMBEDDINGS, StepPlan, StepResult
+from nanovllm.engine.token_scores import NO_SCORES
 from nanovllm.outputs import Logprob
 from nanovllm.runner.logprobs import Logprobs
 
@@ -57,6 +58,6 @@ class StepHandle:
             if self._logprobs is not None:
                 found, asking = self._logprobs
                 indices = np.searchsorted(self._kept, asking).tolist()  # among the samples that are kept
-                logprobs = dict(zip(indices, found.read(every_sample[asking]), strict=True))
-        targets = ([], NO_EMBEDDINGS) if self._targets is None else self._targets.read()
+                logprobs = dict(zip(indices, found.read_dicts(every_sample[asking]), strict=True))
+        targets = (NO_SCORES, NO_EMBEDDINGS) if self._targets is None else self._targets.read()
         return StepResult(token_ids, logprobs, *targets, prepare_seconds, device_seconds)

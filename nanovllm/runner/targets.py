@@ -6,8 +6,8 @@ from torch import Tensor
 
 from nanovllm.backends import Backend
 from nanovllm.engine.plan import EMBED, NO_EMBEDDINGS, FloatArray, IntArray, StepPlan
+from nanovllm.engine.token_scores import NO_SCORES, TokenScores
 from nanovllm.models.decoder import Decoder
-from nanovllm.outputs import Logprob
 from nanovllm.runner.head_inputs import HeadInputs
 from nanovllm.runner.logprobs import Logprobs, pair_logits
 
@@ -26,7 +26,6 @@ class Targets:
         indices = head.target_indices
         are_tokens = plan.targets != EMBED
         hidden = head.hidden
-        self._token_ids = plan.targets[are_tokens]
         self._scores: Logprobs | None = None
         self._embeddings: Tensor | None = None
         if not are_tokens.all():
@@ -35,16 +34,16 @@ class Targets:
         if are_tokens.any():
             counts = np.repeat(num_logprobs, plan.num_scored)[are_tokens]
             scoring = backend.to_device(indices[are_tokens])
-            token_ids = backend.to_device(self._token_ids)
+            token_ids = backend.to_device(plan.targets[are_tokens])
             pieces = pair_logits(scoring, token_ids, lambda some: model.compute_logits(hidden[some]))
             self._scores = Logprobs(pieces, counts, backend)
 
-    def read(self) -> tuple[list[dict[int, Logprob]], FloatArray]:
+    def read(self) -> tuple[TokenScores, FloatArray]:
         """Return the scores, and the hidden states, float32 [n, hidden], each in the plan's order.
 
         The device must have ended the step.
         """
-        scores = [] if self._scores is None else self._scores.read(self._token_ids)
+        scores = NO_SCORES if self._scores is None else self._scores.read()
         return scores, NO_EMBEDDINGS if self._embeddings is None else self._embeddings.numpy()
 
 

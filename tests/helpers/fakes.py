@@ -11,9 +11,11 @@ from nanovllm.config import ResolvedConfig
 from nanovllm.engine.block_manager import BlockManager, prefix_digest
 from nanovllm.engine.llm_engine import LLMEngine, ModelFacts
 from nanovllm.engine.order import Order
+from nanovllm.engine.output import list_prompt_logprobs
 from nanovllm.engine.plan import StepPlan, StepResult
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Request, Sequence
+from nanovllm.engine.token_scores import TokenScores
 from nanovllm.sampling_params import SamplingParams
 
 VOCAB = 16
@@ -28,9 +30,9 @@ def next_token(state: int, seed: int) -> int:
     return (state ^ seed) % VOCAB
 
 
-def score(state: int) -> float:
-    """Return a number that stands for the log-probability of the next token, whichever it is."""
-    return float(state % 1009)
+def score(state: int, token_id: int) -> float:
+    """Return a number that stands for the log-probability of a token after others."""
+    return float((state ^ token_id) % 1009)
 
 
 def three_bit_digest(parent: bytes, tokens: bytes) -> bytes:
@@ -39,14 +41,16 @@ def three_bit_digest(parent: bytes, tokens: bytes) -> bytes:
 
 
 class FakeHandle:
-    def __init__(self, runner: "FakeRunner", token_ids: np.ndarray, scores: list[dict[int, float]]) -> None:
+    def __init__(self, runner: "FakeRunner", token_ids: np.ndarray, scores: list[float]) -> None:
         self._runner = runner
         self._token_ids = token_ids
         self._scores = scores
 
     def result(self) -> StepResult:
         assert self._runner.unread.popleft() is self, "steps are read in the order of their launch"
-        return StepResult(self._token_ids, scores=self._scores)
+        scores = TokenScores.allocate(len(self._scores), 0)
+        scores.logprobs[:] = self._scores
+        return StepResult(self._token_ids, scores=scores)
 
 
 class FakeRunner:
@@ -88,7 +92,7 @@ class FakeRunner:
             # The real runner also samples after a chunk of a prompt. Nobody may read that token, nor those of drafts.
             self.last_token[row] = drawn[0] if len(drawn) == 1 else -7
             scored = states[i][: len(states[i]) - plan.num_sampled[i]]
-            scores += [{next(targets): score(state)} for state in scored[len(scored) - plan.num_scored[i] :]]
+            scores += [score(state, next(targets)) for state in scored[len(scored) - plan.num_scored[i] :]]
             if plan.num_sampled[i]:
                 sampled += drawn
         assert next(targets, None) is None
@@ -196,14 +200,14 @@ def expected_scores(prompt: list[int], params: SamplingParams) -> list[dict[int,
     scores = []
     start = len(prompt) if params.prompt_logprobs is None else max(params.prompt_logprob_start, 1)
     for position, token in enumerate(prompt):
-        scores.append({token: score(state)} if position >= start else None)
+        scores.append({token: score(state, token)} if position >= start else None)
         state = state_after(state, token)
     return scores
 
 
 def found_scores(seq: Sequence) -> list[dict[int, float] | None]:
     """Return the prompt_logprobs that a sequence got; all None if it asks for none."""
-    return [None] * seq.num_prompt_tokens if seq.scores is None else seq.scores.logprobs
+    return [None] * seq.num_prompt_tokens if seq.scores is None else list_prompt_logprobs(seq, seq.scores)
 
 
 def make_scoring() -> Any:

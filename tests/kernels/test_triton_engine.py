@@ -79,3 +79,15 @@ def test_tokens_of_quantised_checkpoints_on_triton_are_those_on_torch(tmp_path: 
     save_random(tmp_path / "whole", seed=1, model_class=Qwen2ForCausalLM, num_hidden_layers=1)
     quantised, means = save_quantised(tmp_path / "whole", tmp_path, *CHECKPOINTS[name])
     assert generate(quantised, "triton") == generate(means, "torch")
+
+
+def test_scores_on_triton_are_those_on_torch(tmp_path: Path) -> None:
+    save_random(tmp_path, seed=1, num_hidden_layers=1)
+    options = {"device": DEVICE.type, "dtype": "float32", "max_model_len": 128, "num_kvcache_blocks": 40}
+    found = []
+    for backend in ("torch", "triton"):
+        with LLM(str(tmp_path), attention_backend=backend, max_num_batched_tokens=24, **options) as llm:
+            found.append(llm.score_arrays(PROMPTS[:2], 5, use_tqdm=False))
+    for one, other in zip(*found, strict=True):
+        assert (one.ids == other.ids).all() and abs(one.logprobs[1:] - other.logprobs[1:]).max() < 1e-3
+        assert abs(one.token_logprobs - other.token_logprobs).max() < 1e-3

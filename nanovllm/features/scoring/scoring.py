@@ -3,10 +3,8 @@
 The logits of a token score the token after it. So a chunk of a prompt also scores the first token of the next chunk.
 """
 
-import math
 from array import array
 from collections.abc import Sequence as Seq
-from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +14,7 @@ from nanovllm.engine.pooling import add_states
 from nanovllm.engine.rows import Rows
 from nanovllm.engine.scheduled_step import Scored
 from nanovllm.engine.sequence import PromptScores, Sequence
-from nanovllm.outputs import FinishReason, Logprob
+from nanovllm.outputs import FinishReason
 
 
 class Scoring:
@@ -32,7 +30,7 @@ class Scoring:
         first = seq.num_prompt_tokens if params.prompt_logprobs is None else max(params.prompt_logprob_start, 1)
         if params.embed:
             first = seq.pooled.start + 1
-        seq.scores = PromptScores(first, [None] * first)
+        seq.scores = PromptScores(first, first)
 
     def move_in(self, seq: Sequence) -> None:
         """Learn that a sequence has got a row."""
@@ -86,23 +84,24 @@ class Scoring:
             The sequences that end with them, and how: "error" if scores are NaN or an embedding is not finite.
         """
         ending: list[tuple[Sequence, FinishReason]] = []
-        scores = iter(result.scores)
         num_states = 0
+        num_scores = 0
         for seq, num_targets, is_last in scored:
             assert seq.scores is not None
-            own: list[dict[int, Logprob]] = []
             if seq.params.embed:
                 states = result.embeddings[num_states : num_states + num_targets]
                 num_states += num_targets
                 seq.scores.embedding = add_states(seq.scores.embedding, states)
                 is_good = bool(np.isfinite(seq.scores.embedding).all())
             else:
-                own.extend(islice(scores, num_targets))
-                is_good = not any(math.isnan(logprob) for logprobs in own for logprob in logprobs.values())
+                assert seq.params.prompt_logprobs is not None
+                own = result.scores.cut(num_scores, num_scores + num_targets, seq.params.prompt_logprobs)
+                num_scores += num_targets
+                is_good = not own.has_nan
+                if is_good and seq.finish_reason is None:
+                    seq.scores.add(own, seq.num_prompt_tokens)
             if seq.finish_reason is not None:
                 continue
-            if is_good:
-                seq.scores.logprobs.extend(own)
             if is_last or not is_good:
                 ending.append((seq, "length" if is_good else "error"))
         return ending

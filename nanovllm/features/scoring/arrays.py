@@ -1,0 +1,51 @@
+"""Arrays of the scores of texts: a teacher's answers, from which a smaller model learns."""
+
+from typing import Any
+
+import numpy as np
+
+from nanovllm.engine.sequence import Sequence
+from nanovllm.outputs import ScoreArrays
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.text.prompts import list_prompts
+from nanovllm.utils.checks import as_integer
+
+
+def score_arrays(llm: Any, prompts: Any, top: int, show: bool) -> list[ScoreArrays]:
+    """Score every token of prompts: see `LLM.score_arrays`.
+
+    Args:
+        llm: the `LLM`.
+        show: draw progress bars.
+    """
+    llm.engine.claim.check()
+    params = make_params(top, llm.engine.config.vocab_size)
+    requests = llm.prepare_requests(list_prompts(prompts), params, show=show)
+    arrays = dict(llm.run_requests(requests, "Scoring", show, make_output=read_arrays))
+    return [arrays[i] for i in range(len(arrays))]
+
+
+def make_params(top: int, vocab_size: int) -> SamplingParams:
+    """Return the sampling_params that ask for the scores of a text's tokens. ValueError if `top` is out of range."""
+    return SamplingParams(temperature=0, max_tokens=0, prompt_logprobs=as_integer(top, "top", 1, vocab_size))
+
+
+def read_arrays(seq: Sequence) -> ScoreArrays:
+    """Return the scores of a text that has ended; RuntimeError if it ended with an error."""
+    if seq.error is not None:
+        raise RuntimeError(seq.error)
+    assert seq.scores is not None and seq.params.prompt_logprobs is not None
+    first = seq.scores.first
+    num_tokens = seq.num_prompt_tokens
+    shape = (num_tokens, seq.params.prompt_logprobs)
+    arrays = ScoreArrays(
+        token_ids=np.array(seq.token_ids[:num_tokens], np.int32),
+        token_logprobs=np.zeros(num_tokens, np.float32),
+        ids=np.zeros(shape, np.int32),
+        logprobs=np.full(shape, -np.inf, np.float32),
+    )
+    if (tokens := seq.scores.tokens) is not None:
+        arrays.token_logprobs[first:] = tokens.logprobs
+        arrays.ids[first:] = tokens.top_ids
+        arrays.logprobs[first:] = tokens.top_logprobs
+    return arrays
