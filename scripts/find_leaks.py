@@ -3,11 +3,12 @@
     python scripts/find_leaks.py requests [--count 50000]
     python scripts/find_leaks.py engines [--count 200]
     python scripts/find_leaks.py lines [--count 1000000]
+    python scripts/find_leaks.py texts [--count 1000000]
 
 `requests` runs so many requests of all kinds through one engine. `engines` makes and closes so many engines: plain
 ones, ones that write a trace, ones that read grammars, and, every eighth, ones of two ranks. `lines` runs one job of so
 many lines, of which every twentieth is wrong and the others are requests. A runner without a model answers them, as a
-model would take hours.
+model would take hours. `texts` runs one job of `nanovllm teach` over such lines.
 
 The first third is a warm-up. From then on all that is counted must stay as it is, and memory may grow by TOLERANCE
 bytes for each request, engine or line: the slope of a line through the samples, by least squares. A growth below STEP
@@ -23,7 +24,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import closing
 from itertools import takewhile
 from pathlib import Path
@@ -37,15 +38,17 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # for steps this small, more thre
 from nanovllm import LLM, EngineConfig, SamplingParams
 from nanovllm.apps.jobs.job import Job, Status
 from nanovllm.apps.jobs.run import load_llm, run_job
+from nanovllm.apps.teach.run import TeachJob, run_teach_job
 from nanovllm.engine.plan import StepPlan, StepResult
+from nanovllm.engine.token_scores import TokenScores
 
-TOLERANCE = {"requests": 400, "engines": 64 << 10, "lines": 40}
+TOLERANCE = {"requests": 400, "engines": 64 << 10, "lines": 40, "texts": 40}
 """Bytes. A request that is kept has 2,000 bytes or more, an engine some megabytes. A line costs 9 by design."""
 
 STEP = 4 << 20
 """Bytes. The heap grows and shrinks in steps of one to three MiB, so less than this says nothing."""
 
-COUNTS = {"requests": 50_000, "engines": 200, "lines": 1_000_000}
+COUNTS = {"requests": 50_000, "engines": 200, "lines": 1_000_000, "texts": 1_000_000}
 
 NUM_SAMPLES = 40
 OPTIONS: dict[str, Any] = {
@@ -132,14 +135,17 @@ def run_engines(count: int, folder: Path) -> Generator[tuple[int, Sample], None,
 
 
 class NoModel:
-    """A runner that computes nothing. Every token is 5."""
+    """A runner that computes nothing. Every token is 5, and every score 0."""
 
     def launch(self, plan: StepPlan, *_: object) -> "NoModel":
         self._tokens = np.full(plan.num_sampled.sum(), 5, np.int32)
+        self._scores = TokenScores.allocate(len(plan.targets), 4)
+        for values in self._scores:
+            values.fill(0)
         return self
 
     def result(self) -> StepResult:
-        return StepResult(self._tokens)
+        return StepResult(self._tokens, scores=self._scores)
 
     def reason_to_close(self) -> None:
         return None
@@ -149,11 +155,13 @@ class NoModel:
 
 
 class Sampler:
-    """An observer of an engine that takes a sample now and then. In each sample is how many requests have run."""
+    """An observer of an engine that takes a sample now and then. In each sample is how many tokens were counted."""
 
-    def __init__(self, llm: LLM, distance: int, folder: Path) -> None:
+    def __init__(self, llm: LLM, count: str, distance: int, folder: Path) -> None:
+        """`count` is the count of `LLM.stats` that grows by one with each request."""
         self.samples: list[tuple[int, Sample]] = []
         self._llm = llm
+        self._count = count
         self._distance = distance
         self._folder = folder
 
@@ -161,7 +169,7 @@ class Sampler:
         pass
 
     def finished(self, *_: object) -> None:
-        num_ended = self._llm.stats()["num_generated_tokens"]
+        num_ended = self._llm.stats()[self._count]
         if num_ended >= self._distance * (1 + len(self.samples)):
             self.samples.append((num_ended, take_sample(os.getpid(), self._folder)))
 
@@ -171,25 +179,52 @@ class Sampler:
 
 def run_lines(count: int, folder: Path) -> Generator[tuple[int, Sample], None, None]:
     """Run a job. Yield how many requests have run, and a sample, now and then."""
-    source = folder / "in.jsonl"
-    with open(source, "w") as file:
+    job = Job(str(folder / "in.jsonl"), str(folder / "out.jsonl"), JOB, "tiny-qwen3", stats=str(folder / "stats.json"))
+    yield from run_a_job(count, folder, lambda: run_job(job), {"max_tokens": 1, "seed": 0}, "num_generated_tokens")
+
+
+def run_texts(count: int, folder: Path) -> Generator[tuple[int, Sample], None, None]:
+    """Run a job of `nanovllm teach`. Its shards lie elsewhere, because their number grows."""
+    with tempfile.TemporaryDirectory(dir=folder.parent) as shards:
+        options = {"top": 4, "shard_tokens": 3000, "stats": str(folder / "stats.json")}
+        job = TeachJob(str(folder / "in.jsonl"), shards, JOB, "tiny-qwen3", **options)
+        for num_tokens, sample in run_a_job(count, folder, lambda: run_teach_job(job), {}, "num_prompt_tokens"):
+            yield num_tokens // 3, sample
+
+
+JOB = EngineConfig("tiny-qwen3", **OPTIONS)
+
+
+def run_a_job(
+    count: int, folder: Path, run: Callable[[], Status], fields: dict[str, Any], counted: str
+) -> Generator[tuple[int, Sample], None, None]:
+    """Run a job over a runner without a model, and yield samples.
+
+    Args:
+        run: runs the job, whose input is in.jsonl in the folder.
+        fields: of each line beside its prompt. Each line has a seed of its own, if they have one.
+        counted: what the samples count: see `Sampler`.
+    """
+    with open(folder / "in.jsonl", "w") as file:
         for number in range(count):
             prompt = [5 + number % 600, 5 + number // 600 % 600, 7] if number % 20 else []
-            file.write(json.dumps({"prompt": prompt, "max_tokens": 1, "seed": number}) + "\n")
+            seed = {"seed": number} if "seed" in fields else {}
+            file.write(json.dumps({"prompt": prompt, **fields, **seed}) + "\n")
     samplers = []
 
     def load_without_model(config: EngineConfig) -> LLM:
         llm = load_llm(config)
         llm.engine.runner.close()
         llm.engine.runner = NoModel()
-        samplers.append(Sampler(llm, max(1, count // NUM_SAMPLES), folder))
+        samplers.append(Sampler(llm, counted, max(1, count // NUM_SAMPLES), folder))
         llm.observe(samplers[0])
         return llm
 
-    config = EngineConfig("tiny-qwen3", **OPTIONS)
-    job = Job(str(source), str(folder / "out.jsonl"), config, "tiny-qwen3", stats=str(folder / "stats.json"))
-    with patch("nanovllm.apps.jobs.run.load_llm", load_without_model):
-        status = run_job(job)
+    with (
+        patch("nanovllm.apps.jobs.run.load_llm", load_without_model),
+        patch("nanovllm.apps.teach.run.load_llm", load_without_model),
+    ):
+        status = run()
     stats = json.loads((folder / "stats.json").read_text())
     if status != Status.LINES_FAILED or stats["num_failed"] != -(-count // 20) or stats["num_lines"] != count:
         raise SystemExit(f"the job ended with {status!r}: {stats}")
@@ -220,7 +255,7 @@ def main() -> int:
     parser.add_argument("--count", type=int, help=f"how many (default: {COUNTS})")
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin nothing more after so many seconds")
     arguments = parser.parse_args()
-    run = {"requests": run_requests, "engines": run_engines, "lines": run_lines}[arguments.task]
+    run = {"requests": run_requests, "engines": run_engines, "lines": run_lines, "texts": run_texts}[arguments.task]
     since = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         tempfile.tempdir = folder

@@ -46,6 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
     _add_chat(commands)
     _add_run_batch(commands)
+    _add_teach(commands)
     _add_bench(commands)
     _add_estimate(commands)
     _add_view(commands)
@@ -265,6 +266,70 @@ def _run_batch(options: argparse.Namespace) -> int:
     except ImportError as error:
         raise ValueError(f"--ray needs Ray Data: pip install 'ray[data]' ({error})") from error
     return run_on_ray(job, options.ray)
+
+
+def _add_teach(commands: Any) -> None:
+    parser = commands.add_parser(
+        "teach",
+        help="write what a model expects in texts, for a smaller model to learn from",
+        description="Write, for each token of each text, the most likely tokens and their log-probabilities. A line is "
+        'one that run-batch reads: its "prompt", or its "messages" through the chat template, is the text.\n'
+        "After a crash, the same command goes on after the last shard.",
+        epilog="exit status:\n" + "\n".join(f"  {status.value:3}  {text}" for status, text in STATUS_HELP.items()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("-i", "--input", required=True, metavar="PATH", help="file of texts, one per line, or a folder of such files")
+    add(
+        "-o", "--output", required=True, metavar="DIR", help="folder of the shards, which are in the order of the lines"
+    )
+    add("--model", required=True, help=_help("model"))
+    add("--top", type=int, default=64, metavar="K", help="how many tokens to write for each place (default: 64)")
+    add("--format", choices=("safetensors", "parquet"), default="safetensors", help="parquet needs pyarrow")
+    add(
+        "--logprobs-dtype",
+        choices=("float16", "float32"),
+        default="float16",
+        help="type of the log-probabilities (default: float16); --dtype is the model's",
+    )
+    add(
+        "--assistant-only",
+        action="store_true",
+        help="of a conversation, only what the assistant says counts: the mask tells it",
+    )
+    add(
+        "--shard-tokens",
+        type=int,
+        default=1 << 17,
+        metavar="N",
+        help="a shard ends with the line that gives it so many tokens (default: 131072)",
+    )
+    add("--overwrite", action="store_true", help="start anew: remove the shards in the folder")
+    add("--accept-changes", action="store_true", help="resume even if options or the engine differ from before")
+    add("--served-model-name", metavar="NAME", help='the only "model" that lines may ask for (default: --model)')
+    add("--stats", metavar="FILE", help="write the summary to this file, as JSON")
+    add_engine_options(parser, without=("model", "data_parallel_size"))
+    parser.set_defaults(run=_teach)
+
+
+def _teach(options: argparse.Namespace) -> int:
+    from nanovllm.apps.teach.run import TeachJob, run_teach_job
+
+    job = TeachJob(
+        input=options.input,
+        output=options.output,
+        config=read_engine_config(options),
+        model_name=options.served_model_name or options.model,
+        top=options.top,
+        format=options.format,
+        logprobs_dtype=options.logprobs_dtype,
+        only_assistant=options.assistant_only,
+        shard_tokens=options.shard_tokens,
+        overwrite=options.overwrite,
+        accept_changes=options.accept_changes,
+        stats=options.stats,
+    )
+    return run_teach_job(job)
 
 
 def _add_bench(commands: Any) -> None:

@@ -66,6 +66,18 @@ def test_arrays_are_the_dicts_of_prompt_logprobs(random_model: Path, k: int) -> 
             }
 
 
+def test_scores_may_begin_after_the_first_chunk(random_model: Path) -> None:
+    """No step before that one has arrays whose width could be taken. So it is with a single token."""
+    (prompt,) = draw_prompts([100])
+    params = SamplingParams(temperature=0, max_tokens=0, prompt_logprobs=3, prompt_logprob_start=90)
+    with open_model(random_model, attention_backend="cpu", max_num_batched_tokens=33) as llm:
+        (output,) = llm.generate(prompt, params, use_tqdm=False)
+        (whole,) = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=3), use_tqdm=False)
+        (alone,) = llm.score_arrays([[7]], 3, use_tqdm=False)
+    assert output["prompt_logprobs"] == [None] * 90 + whole["prompt_logprobs"][90:]
+    assert alone.ids.shape == (1, 3)
+
+
 def test_ranks_give_the_same_arrays(random_model: Path, local_ranks: None) -> None:
     runs = []
     for size in (1, 2):

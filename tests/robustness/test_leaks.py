@@ -14,7 +14,9 @@ pytest.importorskip("llguidance")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("task", "count"), [("requests", 5_000), ("engines", 60), ("lines", 60_000)])
+@pytest.mark.parametrize(
+    ("task", "count"), [("requests", 5_000), ("engines", 60), ("lines", 60_000), ("texts", 60_000)]
+)
 def test_nothing_grows(task: str, count: int) -> None:
     command = [sys.executable, str(ROOT / "scripts" / "find_leaks.py"), task, "--count", str(count)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)

@@ -187,14 +187,19 @@ def find_differences(before: Any, now: Mapping[str, Any], prefix: str) -> Iterat
 
 
 def write_json(path: Path, data: Mapping[str, Any]) -> None:
-    """Write a JSON file. After a failure the file is as it was before: it is never half written. Raises an OSError."""
+    """Write a JSON file as `replace_file` does."""
+    replace_file(path, json.dumps(data, indent=2).encode() + b"\n")
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Write a file. After a failure the file is as it was before: it is never half written. Raises an OSError."""
     prefix = f".nanovllm-{xxhash.xxh3_64_hexdigest(os.fsencode(path.name))}-"  # as short for the longest name
     for stale in path.parent.glob(f"{prefix}*.new"):  # a killed process left it
         stale.unlink(missing_ok=True)
     new = path.with_name(f"{prefix}{secrets.token_hex(8)}.new")
     try:
         with open(new, "xb") as file:  # "x" follows no link, and nobody can foresee this name
-            file.write(json.dumps(data, indent=2).encode() + b"\n")
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
         os.replace(new, path)

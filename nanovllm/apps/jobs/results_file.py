@@ -161,7 +161,8 @@ def _leads_to(path: Path, descriptor: int) -> bool:
         return False
 
 
-def _lock_file(descriptor: int, path: str) -> None:
+def lock_file(descriptor: int, path: str) -> None:
+    """Keep other jobs from a file, or a folder, until the descriptor is closed. ValueError if one has it."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -198,7 +199,7 @@ def open_results(
         end = None
         try:
             if stat.S_ISREG(os.fstat(descriptor).st_mode):
-                _lock_file(descriptor, path)
+                lock_file(descriptor, path)
                 earlier = _prepare_file(descriptor, Path(path), manifest, numbers, overwrite)
                 end = earlier.end
         except OSError as error:

@@ -13,7 +13,7 @@ from dataclasses import asdict, fields
 from itertools import islice
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nanovllm.apps.jobs.answering import Answering
 from nanovllm.apps.jobs.compact_sets import LineSet
@@ -273,17 +273,18 @@ def _answer_here(work: OpenJob) -> None:
     work.check_complete(reading.numbers, reading.digest)
 
 
-def supervise(job: Job, answer: Callable[[OpenJob], None]) -> Status:
+def supervise(job: Any, answer: Callable[[Any], None], open_job: Callable[[Any, JobCounts], Any] = OpenJob) -> Status:
     """Open a job, have its lines answered, and turn every error into a message and a status.
 
     Args:
         answer: answers the lines. It raises a ValueError if nothing can be run, and other errors later.
+        open_job: opens the files of the job.
     """
     counts = JobCounts()
     is_open = False
     with _term_as_interrupt() as terms:
         try:
-            with closing(OpenJob(job, counts)) as work:
+            with closing(open_job(job, counts)) as work:
                 is_open = True
                 if work.num_left != 0:
                     if work.done:

@@ -1,5 +1,6 @@
 """Arrays of the scores of texts: a teacher's answers, from which a smaller model learns."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -36,16 +37,21 @@ def read_arrays(seq: Sequence) -> ScoreArrays:
         raise RuntimeError(seq.error)
     assert seq.scores is not None and seq.params.prompt_logprobs is not None
     first = seq.scores.first
-    num_tokens = seq.num_prompt_tokens
-    shape = (num_tokens, seq.params.prompt_logprobs)
-    arrays = ScoreArrays(
-        token_ids=np.array(seq.token_ids[:num_tokens], np.int32),
-        token_logprobs=np.zeros(num_tokens, np.float32),
-        ids=np.zeros(shape, np.int32),
-        logprobs=np.full(shape, -np.inf, np.float32),
-    )
+    arrays = allocate(seq.token_ids[: seq.num_prompt_tokens], seq.params.prompt_logprobs)
     if (tokens := seq.scores.tokens) is not None:
         arrays.token_logprobs[first:] = tokens.logprobs
         arrays.ids[first:] = tokens.top_ids
         arrays.logprobs[first:] = tokens.top_logprobs
     return arrays
+
+
+def allocate(token_ids: Iterable[int], top: int) -> ScoreArrays:
+    """Return the arrays of a text none of whose tokens is scored yet."""
+    tokens = np.fromiter(token_ids, np.int32)
+    shape = (len(tokens), top)
+    return ScoreArrays(
+        token_ids=tokens,
+        token_logprobs=np.zeros(len(tokens), np.float32),
+        ids=np.zeros(shape, np.int32),
+        logprobs=np.full(shape, -np.inf, np.float32),
+    )

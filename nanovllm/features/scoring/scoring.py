@@ -98,7 +98,7 @@ class Scoring:
                 own = result.scores.cut(num_scores, num_scores + num_targets, seq.params.prompt_logprobs)
                 num_scores += num_targets
                 is_good = not own.has_nan
-                if is_good and seq.finish_reason is None:
+                if is_good and num_targets and seq.finish_reason is None:
                     seq.scores.add(own, seq.num_prompt_tokens)
             if seq.finish_reason is not None:
                 continue
