@@ -229,7 +229,8 @@ class LLM:
     def score_arrays(self, prompts: Prompt | Seq[Prompt], top: int = 64, use_tqdm: bool = True) -> list[ScoreArrays]:
         """Return what the model expects in the place of each token of a text: the `top` most likely tokens, as arrays.
 
-        They are the numbers of `prompt_logprobs`, without a dict for each token. A smaller model can learn from them.
+        They are the numbers of `prompt_logprobs`, without a dict for each token. A smaller model can learn from them:
+        docs/teach.md.
 
         Args:
             prompts: one prompt or a list, in every form that `generate` takes, with at most max_model_len + 1 tokens.

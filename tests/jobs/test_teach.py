@@ -2,16 +2,19 @@
 
 import random
 import resource
+import runpy
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from helpers.batch_jobs import openai_line, write_lines
+from helpers.paths import ROOT
 from safetensors.numpy import load_file
 
 from nanovllm import LLM, EngineConfig
@@ -69,7 +72,7 @@ def list_texts(output: Path) -> Iterator[tuple[int, str | None, dict[str, np.nda
         custom_ids = read_metadata(path)["custom_ids"]
         offsets = arrays.pop("offsets").tolist()
         lines = arrays.pop("lines").tolist()
-        for line, custom_id, start, end in zip(lines, custom_ids, offsets, offsets[1:], strict=False):
+        for line, custom_id, (start, end) in zip(lines, custom_ids, pairwise(offsets), strict=True):
             yield line, custom_id, {name: values[start:end] for name, values in arrays.items()}
 
 
@@ -184,6 +187,21 @@ def test_what_cannot_be_taught_is_refused(source: Path, tmp_path: Path, caplog: 
     assert run(Path("-"), tmp_path / "out") == Status.USAGE and "is a pipe" in caplog.text
     assert run(source, tmp_path / "out", top=0) == Status.USAGE and "--top is 0" in caplog.text
     assert run(source, tmp_path / "out", top=10_000) == Status.USAGE and "top is 10000" in caplog.text
+
+
+def test_a_smaller_model_learns_from_shards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The example is run for 16 steps. Its loss is the mean of eight texts."""
+    texts = [
+        [{"role": "user", "content": f"what is {n} + 1?"}, {"role": "assistant", "content": "2"}] for n in range(9)
+    ]
+    source = write_lines(tmp_path / "in", [{"messages": text} for text in texts])
+    assert run(source, tmp_path / "shards") == Status.OK
+    monkeypatch.setattr(sys, "argv", ["distil.py", str(tmp_path / "shards"), "--steps=16"])
+    runpy.run_path(str(ROOT / "examples" / "distil.py"), run_name="__main__")
+    losses = [float(line.rpartition(" ")[2]) for line in capsys.readouterr().out.splitlines()]
+    assert len(losses) == 3 and losses[-1] < losses[0] / 2
 
 
 def start(source: Path, output: Path) -> "subprocess.Popen[str]":
