@@ -305,12 +305,13 @@ class LLM:
     ) -> list[Ranking]:
         """Order documents by how well they answer a query, the best first.
 
-        A model with a head of one label scores each pair of query and document, tokenised as sentence-transformers'
-        CrossEncoder does it. Any other model is asked as Qwen3-Reranker is, and the score is the probability of "yes"
+        A model with a head of one label scores each pair of query and document, written as sentence-transformers'
+        CrossEncoder writes it. Any other model is asked as Qwen3-Reranker is, and the score is the probability of "yes"
         beside "no".
 
         Args:
-            instruction: what the query asks for; None takes the text of Qwen3-Reranker's card. A head has none.
+            instruction: what the query asks for; None takes the text of Qwen3-Reranker's card. Of a model with a head,
+                it is CrossEncoder's prompt; None takes the folder's, or none.
 
         Raises:
             ValueError: the model is no reranker.

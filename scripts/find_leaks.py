@@ -7,8 +7,8 @@
 
 `requests` runs so many requests of all kinds through one engine. `engines` makes and closes so many engines: plain
 ones, ones that write a trace, ones that read grammars, and, every eighth, ones of two ranks. `lines` runs one job of so
-many lines, of which every twentieth is wrong and the others are requests. A runner without a model answers them, as a
-model would take hours. `texts` runs one job of `nanovllm teach` over such lines.
+many lines: of twenty one is wrong, one asks for a ranking, and the others are completions. A runner without a model
+answers them, as a model would take hours. `texts` runs one job of `nanovllm teach` over such lines.
 
 The first third is a warm-up. From then on all that is counted must stay as it is, and memory may grow by TOLERANCE
 bytes for each request, engine or line: the slope of a line through the samples, by least squares. A growth below STEP
@@ -192,7 +192,7 @@ def run_texts(count: int, folder: Path) -> Generator[tuple[int, Sample], None, N
             yield num_tokens // 3, sample
 
 
-JOB = EngineConfig("tiny-qwen3", **OPTIONS)
+JOB = EngineConfig("tiny-qwen3", **OPTIONS | {"max_model_len": 256})
 
 
 def run_a_job(
@@ -202,14 +202,19 @@ def run_a_job(
 
     Args:
         run: runs the job, whose input is in.jsonl in the folder.
-        fields: of each line beside its prompt. Each line has a seed of its own, if they have one.
+        fields: of each line beside its prompt. If they have a seed, each line has its own, and some ask for a ranking.
         counted: what the samples count: see `Sampler`.
     """
     with open(folder / "in.jsonl", "w") as file:
         for number in range(count):
             prompt = [5 + number % 600, 5 + number // 600 % 600, 7] if number % 20 else []
-            seed = {"seed": number} if "seed" in fields else {}
-            file.write(json.dumps({"prompt": prompt, **fields, **seed}) + "\n")
+            line: dict[str, Any] = {"prompt": prompt, **fields}
+            if "seed" in fields:
+                line["seed"] = number
+            if "seed" in fields and number % 20 == 10:
+                body = {"query": str(number), "documents": ["a", "b"]}
+                line = {"custom_id": str(number), "method": "POST", "url": "/v1/rerank", "body": body}
+            file.write(json.dumps(line) + "\n")
     samplers = []
 
     def load_without_model(config: EngineConfig) -> LLM:

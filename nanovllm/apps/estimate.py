@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nanovllm.apps.floor import Cost, Machine, Model, ideal_steps, measure_machine, step_cost
-from nanovllm.apps.jobs.answering import prepare_line
+from nanovllm.apps.jobs.forms import prepare_line
 from nanovllm.apps.jobs.request_lines import LineError, add_defaults, read_request_line
 from nanovllm.apps.jobs.source import Reading, Source
 from nanovllm.backends.gpu.memory import GpuMemory
@@ -23,7 +23,7 @@ from nanovllm.features.distributed.stages import choose_stages
 from nanovllm.features.gguf.files import find_gguf
 from nanovllm.features.shapes import PRESETS, preset_config
 from nanovllm.llm import LLM
-from nanovllm.load import assemble, make_quantizer, read_default_params, resolve_options
+from nanovllm.load import assemble, find_pooling, make_quantizer, read_default_params, resolve_options
 from nanovllm.models.decoder import find_decoder
 from nanovllm.models.hub import CONFIGS, QUANTIZATION_CONFIGS, TOKENIZER, as_path, download, find_folder, is_gguf
 from nanovllm.models.model_config import load_model_config, read_json
@@ -386,7 +386,8 @@ def read_lengths(
     if tokenizer is None:
         raise ValueError(f"--input needs a tokenizer, and {explain_no_tokenizer(model.path)}")
     params, refused = read_default_params(model)
-    facts = ModelFacts(default_params=params, refused_defaults=refused, origin=model.path)
+    pooling = find_pooling(None, None, hf_config)
+    facts = ModelFacts(default_params=params, refused_defaults=refused, origin=model.path, pooling=pooling)
     llm = LLM.__new__(LLM)
     llm.engine = assemble(config, facts, tokenizer, None, 1)  # type: ignore[arg-type]  # nothing will run
     lengths: list[tuple[int, int]] = []

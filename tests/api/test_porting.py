@@ -359,7 +359,8 @@ def test_the_readmes_example_prints_what_it_shows(capsys: pytest.CaptureFixture[
 
 # ---- the examples
 
-EXAMPLES = sorted(path for path in (ROOT / "examples").glob("*.py") if path.stem not in ("distil", "extract", "rerank"))
+OWN_STYLE = ("best_of_n", "distil", "extract", "rerank")
+EXAMPLES = sorted(path for path in (ROOT / "examples").glob("*.py") if path.stem not in OWN_STYLE)
 """Those in the style of vLLM's."""
 SHOWN = {
     "basic": ["prompt of 17 tokens", "'The capital of France is Paris.'", "17 + 25 = 42", "stop"],

@@ -1,16 +1,18 @@
 """Scores of whole texts are transformers' and sentence-transformers', whatever runs beside them."""
 
-import json
+import ast
+import runpy
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from helpers.paths import BOX_MODEL
-from helpers.tiny import BLOCK, draw_prompts, edit_json, save_random
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from helpers.paths import ROOT
+from helpers.tiny import BLOCK, PADDING, draw_prompts, edit_json, save_classifier, save_random, save_text_classifier
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nanovllm import LLM, SamplingParams
 
@@ -18,26 +20,10 @@ OPTIONS: dict[str, Any] = {"dtype": "float32", "device": "cpu", "max_model_len":
 CROWDED = OPTIONS | {"num_kvcache_blocks": 13, "max_num_seqs": 8, "max_num_batched_tokens": 48}
 PREFIX, *REST = draw_prompts([40, 1, 15, 16, 17, 70, 120])
 PROMPTS = [*REST, PREFIX + REST[1], PREFIX + REST[3]]
-PADDING = 2
-
-Classifier = Any  # transformers' model for scores
-
-
-def save_classifier(folder: Path, kind: str, num_labels: int, **changes: Any) -> Classifier:
-    """Write a random model with a head into a folder. A kind is a model_type of transformers."""
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 600, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
-    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "max_position_embeddings": 256}
-    config = AutoConfig.for_model(kind, num_labels=num_labels, **{**sizes, "pad_token_id": PADDING, **changes})
-    model = AutoModelForSequenceClassification.from_config(config).float().eval()
-    for parameter in model.parameters():
-        parameter.data.normal_(0, 0.2) if parameter.dim() > 1 else parameter.data.normal_(1, 0.1)
-    model.save_pretrained(folder)
-    return model
 
 
 @torch.inference_mode()
-def expect(model: Classifier, prompt: list[int]) -> np.ndarray:
+def expect(model: Any, prompt: list[int]) -> np.ndarray:
     return model(torch.tensor([prompt])).logits[0].numpy()
 
 
@@ -107,6 +93,27 @@ def test_a_reward_is_the_only_score(tmp_path: Path) -> None:
         llm.reward(PROMPTS[:1])
 
 
+def test_the_example_shows_the_answers_with_the_highest_rewards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = save_text_classifier(tmp_path, 1)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    path = ROOT / "examples" / "best_of_n.py"
+    monkeypatch.setattr(sys, "argv", [str(path), "--reward-model", str(tmp_path), "-n", "3"])
+    runpy.run_path(str(path), run_name="__main__")
+    shown = capsys.readouterr().out.splitlines()
+    questions = shown[::2]
+    found = shown[1::2]
+    assert len(questions) == len(found) == 3
+    for question, line in zip(questions, found, strict=True):
+        reward = line.split(" of ")[0]
+        answer = ast.literal_eval(line.split(": ", 1)[1])
+        messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        expected = expect(model, tokenizer.apply_chat_template(messages, return_dict=False))
+        assert float(reward) == pytest.approx(float(expected[0]), abs=0.05)  # the example runs in bfloat16 or float32
+        assert line.split(" to ")[1].startswith(f"{reward.strip()}:"), "the highest"
+
+
 def test_what_a_model_does_not_have_is_refused_by_name(tmp_path: Path) -> None:
     save_classifier(tmp_path / "scores", "qwen3", 2)
     with LLM(tmp_path / "scores", **OPTIONS) as llm:
@@ -131,23 +138,57 @@ DOCUMENTS = ["the capital of Spain is Madrid", "5 + 7 = 12", "count from 3 to 9"
 QUERY = "what is the capital of Spain?"
 
 
-def test_pairs_are_scored_as_a_cross_encoder_scores_them(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def reranker(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("reranker")
+    save_text_classifier(folder, 1)
+    return folder
+
+
+PAIR_TEMPLATE = """{% for m in messages %}{% if m.role == 'system' %}Find: {{ m.content }}
+{% elif m.role == 'query' %}<Q>{{ m.content }}{% else %}<D>{{ m.content }}{% endif %}{% endfor %} relevant:"""
+
+
+@pytest.mark.parametrize("template", [None, "chat", PAIR_TEMPLATE], ids=["none", "the model's", "of pairs"])
+@pytest.mark.parametrize("instruction", [None, "given ", "default "])
+def test_pairs_are_scored_as_a_cross_encoder_scores_them(
+    template: str | None, instruction: str | None, reranker: Path, tmp_path: Path
+) -> None:
     cross_encoder = pytest.importorskip("sentence_transformers").CrossEncoder
-    size = len(AutoTokenizer.from_pretrained(BOX_MODEL))
-    pad = json.loads((BOX_MODEL / "config.json").read_text()).get("pad_token_id") or 0
-    save_classifier(tmp_path, "qwen3", 1, vocab_size=size, pad_token_id=pad)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(BOX_MODEL / name, tmp_path)
-    expected = cross_encoder(str(tmp_path), device="cpu").predict([(QUERY, document) for document in DOCUMENTS])
+    shutil.copytree(reranker, tmp_path, dirs_exist_ok=True)
+    if template is None:
+        (tmp_path / "chat_template.jinja").unlink()
+    elif template != "chat":
+        (tmp_path / "chat_template.jinja").write_text(template)
+    given = instruction if instruction == "given " else None
+    encoder = cross_encoder(str(tmp_path), device="cpu")
+    if instruction == "default ":
+        encoder.prompts = {"a": instruction}
+        encoder.default_prompt_name = "a"
+        encoder.save_pretrained(str(tmp_path))
+    expected = encoder.predict([(QUERY, document) for document in DOCUMENTS], prompt=given, show_progress_bar=False)
     with LLM(tmp_path, **OPTIONS) as llm:
-        ranked = llm.rerank(QUERY, DOCUMENTS)
+        ranked = llm.rerank(QUERY, DOCUMENTS, instruction=given)
         assert llm.rerank(QUERY, []) == []
-        with pytest.raises(ValueError, match="instruction"):
-            llm.rerank(QUERY, DOCUMENTS, instruction="find it")
     assert [one.index for one in ranked] == np.argsort(-np.asarray(expected), kind="stable").tolist()
     found = {one.index: one.relevance_score for one in ranked}
     np.testing.assert_allclose([found[i] for i in range(len(DOCUMENTS))], expected, atol=2e-4)
     assert all(one.document == DOCUMENTS[one.index] for one in ranked)
+
+
+def test_a_template_that_leaves_a_text_of_the_pair_out_is_refused(reranker: Path, tmp_path: Path) -> None:
+    shutil.copytree(reranker, tmp_path, dirs_exist_ok=True)
+    for roles, lost in (("query", "document"), ("document", "query"), ("user", "query")):
+        (tmp_path / "chat_template.jinja").write_text(
+            "{% for m in messages if m.role in ['" + roles + "'] %}{{ m.content }}{% endfor %}."
+        )
+        with LLM(tmp_path, **OPTIONS) as llm, pytest.raises(ValueError, match=f"leaves out the role '{lost}'"):
+            llm.rerank(QUERY, DOCUMENTS)
+    (tmp_path / "chat_template.jinja").write_text("{{ messages[-2].content }}|{{ messages[-1].content }}")
+    with LLM(tmp_path, **OPTIONS) as llm:
+        assert llm.rerank(QUERY, DOCUMENTS)
+        with pytest.raises(ValueError, match="leaves out the role 'system'"):
+            llm.rerank(QUERY, DOCUMENTS, instruction="find it")
 
 
 def test_the_reranker_compares_yes_and_no() -> None:

@@ -21,7 +21,10 @@ COMPLETIONS = "/v1/completions"
 
 
 def openai_line(custom_id: str, **body: Any) -> dict[str, Any]:
-    url = CHAT if "messages" in body else COMPLETIONS
+    return ask(CHAT if "messages" in body else COMPLETIONS, custom_id, **body)
+
+
+def ask(url: str, custom_id: str, **body: Any) -> dict[str, Any]:
     return {"custom_id": custom_id, "method": "POST", "url": url, "body": body}
 
 

@@ -1,6 +1,7 @@
 """Tiny checkpoints for the tests: random ones with peaked logits, and one that recites the alphabet."""
 
 import json
+import shutil
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from pathlib import Path
@@ -10,11 +11,15 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
+from helpers.paths import BOX_MODEL
+
 if TYPE_CHECKING:  # transformers' models take seconds, and some processes of tests want nothing but the options below
     from transformers import PreTrainedModel
 
 VOCAB_SIZE = 500
 BLOCK = 16
+PADDING = 2
+"""The token that pads texts for a model of `save_classifier`."""
 SMALL: dict[str, Any] = {
     "dtype": "float32",
     "max_model_len": 112,
@@ -84,6 +89,35 @@ def save_random(
         last_norm = getattr(model.model, "norm", None) or model.model.final_layernorm
         last_norm.weight.mul_(6)
     model.save_pretrained(folder, max_shard_size=max_shard_size)
+    return model
+
+
+def save_classifier(folder: Path, kind: str, num_labels: int, **changes: Any) -> Any:
+    """Write a random float32 model with a head for scores to folder, and return transformers' model of it.
+
+    Args:
+        kind: a model_type of transformers.
+        changes: changes of its configuration.
+    """
+    from transformers import AutoConfig, AutoModelForSequenceClassification
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 600, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "max_position_embeddings": 256}
+    config = AutoConfig.for_model(kind, num_labels=num_labels, **{**sizes, "pad_token_id": PADDING, **changes})
+    model = AutoModelForSequenceClassification.from_config(config).float().eval()
+    for parameter in model.parameters():
+        parameter.data.normal_(0, 0.2) if parameter.dim() > 1 else parameter.data.normal_(1, 0.1)
+    model.save_pretrained(folder)
+    return model
+
+
+def save_text_classifier(folder: Path, num_labels: int, **changes: Any) -> Any:
+    """`save_classifier` of a Qwen3, with the built-in model's tokenizer and template."""
+    sizes = {name: json.loads((BOX_MODEL / "config.json").read_text())[name] for name in ("vocab_size", "pad_token_id")}
+    model = save_classifier(folder, "qwen3", num_labels, **sizes, **changes)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(BOX_MODEL / name, folder)
     return model
 
 

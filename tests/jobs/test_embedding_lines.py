@@ -83,7 +83,7 @@ def test_lines_of_every_form_get_their_vectors(reciter: Path, tmp_path: Path) ->
     ],
 )
 def test_a_bad_line_is_an_error_for_itself(body: dict[str, Any], message: str, shared_llm: LLM, tmp_path: Path) -> None:
-    from nanovllm.apps.jobs.answering import prepare_line
+    from nanovllm.apps.jobs.forms import prepare_line
     from nanovllm.apps.jobs.request_lines import LineError, read_request_line
     from nanovllm.apps.jobs.source import Line
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers.batch_jobs import openai_line, write_lines
+from helpers.batch_jobs import ask, openai_line, write_lines
 from helpers.paths import ROOT
 from helpers.processes import is_alive, wait_for
 
@@ -276,9 +276,11 @@ NUM_LINES = 128
 
 
 def make_line(number: int) -> Any:
-    """Greedy, with a seed of its own, with one from its id; a bad one in each part; an id that is in another part."""
+    """Greedy, with a seed of its own, with one from its id; in each part a bad one and a ranking; an id twice."""
     if number % 16 == 15:
         return b'{"custom_id": "torn'
+    if number % 16 == 14:
+        return ask("/v1/rerank", f"id-{number}", query="3 + 4?", documents=[f"{number}", "3 + 4 = 7", "apples"])
     custom_id = "id-3" if number == 100 else f"id-{number}"
     sampling = [{"temperature": 0}, {"seed": number}, {}][number % 3]
     return openai_line(custom_id, prompt=f"Question {number}:", max_tokens=12, ignore_eos=True, **sampling)
@@ -320,8 +322,11 @@ def read_answers(path: Path) -> dict[str, Any]:
     for answer in map(json.loads, path.read_bytes().splitlines()):
         del answer["checksum"]
         if answer["error"] is None:
-            del answer["response"]["body"]["created"]
-            del answer["response"]["body"]["usage"]["prompt_tokens_details"]
+            body = answer["response"]["body"]
+            body.pop("created", None)
+            body["usage"].pop("prompt_tokens_details", None)
+            for one in body.get("results", ()):
+                one["relevance_score"] = round(one["relevance_score"], 4)
         assert answer["id"] not in answers
         answers[answer["id"]] = answer
     return answers

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from nanovllm.apps.cli import main
-from nanovllm.apps.jobs.answering import prepare_line
 from nanovllm.apps.jobs.compact_sets import DigestMap
+from nanovllm.apps.jobs.forms import prepare_line
 from nanovllm.apps.jobs.job import Status
 from nanovllm.apps.jobs.provenance import digest_checkpoint
 from nanovllm.apps.jobs.request_lines import read_request_line

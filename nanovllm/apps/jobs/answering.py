@@ -6,10 +6,10 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nanovllm.apps.jobs.compact_sets import DigestSet
-from nanovllm.apps.jobs.embedding_lines import make_embedding_line, prepare_embeddings
+from nanovllm.apps.jobs.forms import FORMS, prepare_line
 from nanovllm.apps.jobs.line_adapters import LineAdapters
-from nanovllm.apps.jobs.request_lines import LineError, RequestLine, add_defaults, prepare_request, read_request_line
-from nanovllm.apps.jobs.result_lines import ResultLine, copy_result, make_error_line, make_result_line
+from nanovllm.apps.jobs.request_lines import LineError, RequestLine, add_defaults, read_request_line
+from nanovllm.apps.jobs.result_lines import ResultLine, copy_result, make_error_line
 from nanovllm.apps.jobs.reuse import KnownAnswers, name_request
 from nanovllm.apps.jobs.source import Line
 from nanovllm.utils.work_ahead import work_ahead
@@ -176,16 +176,6 @@ class Answering:
         if failed is not None:
             error = LineError("engine_error", failed, line.custom_id)
             self._finish(line, make_error_line(line.number, error), error)
-        elif line.is_embedding:
-            in_order = [outputs[i] for i in range(num_requests)]
-            pooling = self.llm.engine.facts.pooling
-            self._finish(line, make_embedding_line(line, in_order, self.model_name, pooling))
         else:
-            self._finish(line, make_result_line(line, output, self.model_name, self.llm.token_text))
-
-
-def prepare_line(line: RequestLine, llm: "LLM", model_name: str) -> "list[Request]":
-    """Return the requests of a line: several if it asks for several embeddings. LineError if the line is wrong."""
-    if line.is_embedding:
-        return prepare_embeddings(line, llm, model_name)
-    return [prepare_request(line, llm, model_name)]
+            in_order = [outputs[i] for i in range(num_requests)]
+            self._finish(line, FORMS[line.url].answer(line, in_order, self.llm, self.model_name))

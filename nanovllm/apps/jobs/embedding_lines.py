@@ -5,14 +5,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from nanovllm.apps.jobs.request_lines import LineError, RequestLine, check_model
-from nanovllm.apps.jobs.result_lines import ResultLine, Usage, make_good_line
+from nanovllm.apps.jobs.request_lines import RequestLine, blame_line, read_fields
+from nanovllm.apps.jobs.result_lines import ResultLine, make_reading_line
 from nanovllm.features.scoring.embedding import EMBEDDING_PARAMS, check_dimensions, read_embedding, refuse_heads
 from nanovllm.text.prompts import name_errors
-from nanovllm.utils.checks import as_choice, refuse, refuse_unknown
+from nanovllm.utils.checks import as_choice, refuse
 
 if TYPE_CHECKING:
-    from nanovllm.engine.pooling import Pooling
     from nanovllm.engine.sequence import Request
     from nanovllm.llm import LLM
     from nanovllm.outputs import Output
@@ -31,24 +30,20 @@ def prepare_embeddings(line: RequestLine, llm: "LLM", model_name: str) -> "list[
     Raises:
         LineError: a field is wrong, or the engine refuses an input.
     """
-    body = {name: value for name, value in line.body.items() if value is not None}
-    try:
-        refuse_unknown(body, ("model", "input", "encoding_format", "dimensions", "user"), "an embedding")
-        check_model(body, model_name)
+    with blame_line(line):
+        body = read_fields(line, ("input", "encoding_format", "dimensions"), "an embedding", model_name)
         as_choice(body.get("encoding_format", "float"), "encoding_format", FORMATS)
         refuse_heads(llm.engine.facts.pooling)
         check_dimensions(body.get("dimensions"), llm.engine.facts.embedding_size)
-        inputs = _list_inputs(body.get("input"))
+        inputs = list_inputs(body.get("input"))
         requests = []
         for i, prompt in enumerate(inputs):
             with name_errors("input", i, len(inputs)):
                 requests.append(llm.prepare(prompt, EMBEDDING_PARAMS))
-    except (TypeError, ValueError, OverflowError) as error:
-        raise LineError("invalid_request", str(error), line.custom_id) from error
     return requests
 
 
-def _list_inputs(given: Any) -> list[Any]:
+def list_inputs(given: Any) -> list[Any]:
     """Return the inputs of a line: a string, token ids, or a list of strings or of token ids."""
     inputs: Any = [given] if isinstance(given, str) or _are_token_ids(given) else given
     is_good = isinstance(inputs, list) and all(isinstance(one, str) or _are_token_ids(one) for one in inputs)
@@ -61,13 +56,13 @@ def _are_token_ids(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(type(i) is int for i in value)
 
 
-def make_embedding_line(line: RequestLine, outputs: "list[Output]", model_name: str, pooling: "Pooling") -> ResultLine:
+def make_embedding_line(line: RequestLine, outputs: "list[Output]", llm: "LLM", model_name: str) -> ResultLine:
     """Return the result of a line whose requests have all ended, none of them in an error.
 
     Args:
         outputs: the outputs of its inputs, in their order.
-        pooling: that of the model.
     """
+    pooling = llm.engine.facts.pooling
     data = []
     for i, output in enumerate(outputs):
         vector = read_embedding(output, pooling, line.body.get("dimensions")).embedding
@@ -75,8 +70,4 @@ def make_embedding_line(line: RequestLine, outputs: "list[Output]", model_name: 
         # OpenAI's clients read base64 as float32, the least significant byte first.
         value = base64.b64encode(vector.astype(np.dtype("<f4")).tobytes()).decode() if is_packed else vector.tolist()
         data.append({"object": "embedding", "index": i, "embedding": value})
-    num_tokens = sum(len(output.prompt_token_ids) for output in outputs)
-    num_cached = sum(output.num_cached_tokens for output in outputs)
-    usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
-    body = {"object": "list", "data": data, "model": model_name, "usage": usage}
-    return make_good_line(line, body, Usage(num_tokens, num_cached, 0))
+    return make_reading_line(line, {"object": "list", "data": data}, outputs, model_name)

@@ -5,7 +5,8 @@ engine's output, or the LineError, into a line of the results.
 """
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from inspect import signature
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ from nanovllm.apps.jobs.job import DEFAULTS
 from nanovllm.apps.jobs.source import Line
 from nanovllm.engine.sequence import derive_seed
 from nanovllm.sampling_params import change_defaults
-from nanovllm.utils.checks import as_choice, as_integer, quote, refuse, refuse_unknown
+from nanovllm.utils.checks import as_integer, quote, refuse, refuse_unknown
 
 if TYPE_CHECKING:
     from nanovllm.engine.sequence import Request
@@ -23,9 +24,8 @@ if TYPE_CHECKING:
 CHAT_URL = "/v1/chat/completions"
 COMPLETIONS_URL = "/v1/completions"
 EMBEDDINGS_URL = "/v1/embeddings"
-URLS = (CHAT_URL, COMPLETIONS_URL, EMBEDDINGS_URL)
-_PLAIN = ("prompt", "messages", "input")
-"""The fields that tell of a plain line whether it is a completion, a chat or an embedding."""
+_PLAIN = {"prompt": COMPLETIONS_URL, "messages": CHAT_URL, "input": EMBEDDINGS_URL}
+"""{a field: the address that a plain line with it means}."""
 # OpenAI's limits:
 MAX_LOGPROBS = 20
 MAX_N = 128
@@ -44,7 +44,7 @@ _SERVICE = {
 _COMMON = ("model", "lora", *_SAMPLING, "logprobs", "response_format", "structured_outputs", *_SERVICE)
 _FIELDS = {True: (*_COMMON, *_CHAT), False: (*_COMMON, "prompt", "echo")}
 """The fields that a body may have; the key tells whether it is a chat."""
-_OBJECTS = ("chat_template_kwargs", "logit_bias", "structured_outputs")
+_OBJECTS = ("logit_bias", "structured_outputs")
 _KINDS = {"lora": str, "echo": bool, **dict.fromkeys(_OBJECTS, dict), **_SERVICE}
 """The kinds of those fields that SamplingParams does not check."""
 _KIND_NAMES = {str: "a string", dict: "an object", bool: "true or false"}
@@ -83,17 +83,20 @@ class RequestLine:
     Attributes:
         number: the line's number in the input, from 1.
         custom_id: the line's id; None for a plain line, which is known by its number.
+        url: the address that it asks. forms.py has those that are answered.
         body: the fields of the request.
-        is_embedding: embedding_lines.py reads it.
         request_name: see `name_request`.
     """
 
     number: int
     custom_id: str | None
-    is_chat: bool
+    url: str
     body: dict[str, Any]
-    is_embedding: bool = False
     request_name: str = ""
+
+    @property
+    def is_chat(self) -> bool:
+        return self.url == CHAT_URL
 
 
 def read_request_line(line: Line, is_new: Callable[[str], bool] = lambda _: True) -> RequestLine:
@@ -110,12 +113,13 @@ def read_request_line(line: Line, is_new: Callable[[str], bool] = lambda _: True
         raise LineError("invalid_request", f"the line has more than {len(line.raw) - 1} bytes")
     data = _read_object(line.raw.removeprefix(b"\xef\xbb\xbf").strip())
     if not data.keys() & _LINE_FIELDS.keys():
-        if sum(name in data for name in _PLAIN) != 1:
+        urls = [url for name, url in _PLAIN.items() if name in data]
+        if len(urls) != 1:
             raise LineError(
                 "invalid_request",
                 'a line must have "custom_id", "method", "url" and "body", or one of "prompt", "messages" and "input"',
             )
-        return RequestLine(line.number, None, "messages" in data, data, "input" in data)
+        return RequestLine(line.number, None, urls[0], data)
     custom_id = data.get("custom_id")
     try:
         if not isinstance(custom_id, str) or not custom_id.encode():
@@ -131,15 +135,14 @@ def read_request_line(line: Line, is_new: Callable[[str], bool] = lambda _: True
                 raise refuse(data.get(name), name, _KIND_NAMES[kind])
         if data["method"] != "POST":
             raise refuse(data["method"], "method", '"POST"')
-        url = as_choice(data["url"], "url", URLS)
     except (TypeError, ValueError) as error:
         raise LineError("invalid_request", str(error), custom_id) from error
-    return RequestLine(line.number, custom_id, url == CHAT_URL, data["body"], url == EMBEDDINGS_URL)
+    return RequestLine(line.number, custom_id, data["url"], data["body"])
 
 
 def add_defaults(line: RequestLine, defaults: Mapping[str, Any]) -> RequestLine:
-    """Give a line the job's sampling parameters for those that it leaves out or has as null. Embeddings have none."""
-    if line.is_embedding or not defaults:
+    """Give a line the job's sampling parameters for those that it leaves out or has as null, if it is sampled."""
+    if line.url not in (CHAT_URL, COMPLETIONS_URL) or not defaults:
         return line
     body = {name: value for name, value in line.body.items() if value is not None or name not in defaults}
     if body.get("max_completion_tokens") is not None:
@@ -179,7 +182,7 @@ def prepare_request(line: RequestLine, llm: "LLM", model_name: str) -> "Request"
         ValueError: no line can be answered, because the model's files ask for what the engine does not have.
     """
     defaults = llm.get_default_sampling_params()
-    try:
+    with blame_line(line):
         body = _check_body(line, model_name)
         sampling = {name: body[name] for name in _SAMPLING if name in body}
         sampling["logprobs"] = read_num_logprobs(line)
@@ -195,20 +198,37 @@ def prepare_request(line: RequestLine, llm: "LLM", model_name: str) -> "Request"
         if params.seed is None:
             params.seed = derive_seed(llm.engine.config.seed, line.custom_id or str(line.number))
         if line.is_chat:
-            for name in body.get("chat_template_kwargs", ()):
-                # A line may set variables of the model's template, but bring no template: a template is a program.
-                if name in list_rendering_arguments():
-                    raise ValueError(f"chat_template_kwargs has {name!r}, which is not for a line to choose")
-            options = dict(body.get("chat_template_kwargs", {}))
-            if tools := _read_tools(body):
-                options["tools"] = tools
-            prompt = llm.render_chat(_read_messages(body.get("messages")), options)
+            tools = _read_tools(body)
+            prompt = render_messages(llm, body, {"tools": tools} if tools else {})
         else:
             prompt = _read_prompt(body.get("prompt"))
         request = llm.prepare(prompt, params)
         return _limit_length(request, llm.engine.config.usual_length) if is_open else request
+
+
+@contextmanager
+def blame_line(line: RequestLine) -> Iterator[None]:
+    """Turn what a wrong field raises within the block into the LineError of its line."""
+    try:
+        yield
     except (TypeError, ValueError, OverflowError) as error:
         raise LineError("invalid_request", str(error), line.custom_id) from error
+
+
+def render_messages(llm: "LLM", body: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
+    """Return the prompt that the model's template makes of a line's `messages` and `chat_template_kwargs`.
+
+    Args:
+        options: further arguments of `LLM.render_chat`.
+    """
+    variables = body.get("chat_template_kwargs", {})
+    if not isinstance(variables, dict):
+        raise refuse(variables, "chat_template_kwargs", "an object")
+    for name in variables:
+        # A line may set variables of the model's template, but bring no template: a template is a program.
+        if name in list_rendering_arguments():
+            raise ValueError(f"chat_template_kwargs has {name!r}, which is not for a line to choose")
+    return llm.render_chat(_read_messages(body.get("messages")), {**variables, **options})
 
 
 def _limit_length(request: "Request", most: int) -> "Request":
@@ -226,6 +246,22 @@ def list_rendering_arguments() -> set[str]:
     from transformers import PreTrainedTokenizerBase
 
     return {*signature(PreTrainedTokenizerBase.apply_chat_template).parameters, "messages"}
+
+
+def read_fields(line: RequestLine, names: Iterable[str], what: str, model_name: str) -> dict[str, Any]:
+    """Return the fields of a body that generates nothing, without those that are null.
+
+    Args:
+        names: those that it may have beside `model` and `user`.
+        what: what error messages call the line.
+
+    Raises:
+        ValueError: it has another field, or asks for another model.
+    """
+    body = {name: value for name, value in line.body.items() if value is not None}
+    refuse_unknown(body, ("model", "user", *names), what)
+    check_model(body, model_name)
+    return body
 
 
 def _check_body(line: RequestLine, model_name: str) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 import json
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -120,6 +120,21 @@ def make_result_line(
     is_cut = read_structured_outputs(request) is not None and any(c["finish_reason"] == "length" for c in choices)
     usage = Usage(num_prompt, output["num_cached_tokens"], num_generated, int(is_cut))
     return make_good_line(request, body, usage)
+
+
+def make_reading_line(
+    request: RequestLine, body: Mapping[str, Any], outputs: "Sequence[Output]", model_name: str
+) -> ResultLine:
+    """Return the result for an input line whose texts were read, and for which nothing was generated.
+
+    Args:
+        body: the answer without `model` and `usage`.
+        outputs: those of all its requests.
+    """
+    num_tokens = sum(len(output.prompt_token_ids) for output in outputs)
+    num_cached = sum(output.num_cached_tokens for output in outputs)
+    usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+    return make_good_line(request, {**body, "model": model_name, "usage": usage}, Usage(num_tokens, num_cached, 0))
 
 
 def make_good_line(request: RequestLine, body: Mapping[str, Any], usage: Usage, is_copy: bool = False) -> ResultLine:

@@ -26,7 +26,10 @@ logger = logging.getLogger(__name__)
 NAME_BYTES = 16
 OFFSET_BITS = 48
 """A place is the number of a file of results, and below it the offset of a line: of up to 256 TiB."""
-OF_THE_FORM = ("logprobs", "top_logprobs", "echo", "encoding_format", "dimensions", "service_tier", "lora")
+OF_THE_FORM = (
+    *("logprobs", "top_logprobs", "echo", "service_tier", "lora", "encoding_format", "dimensions"),
+    *("use_activation", "documents", "top_n", "return_documents"),
+)
 """The fields of a line that change its result, and are not in its requests."""
 
 
@@ -40,7 +43,7 @@ def name_request(line: RequestLine, requests: "Sequence[Request]") -> str:
     has_seed = line.body.get("seed") not in (None, -1)
     digest = hashlib.blake2b(digest_size=NAME_BYTES)
     form = {name: line.body.get(name) for name in OF_THE_FORM}
-    digest.update(json.dumps([line.is_chat, line.is_embedding, form], sort_keys=True).encode())
+    digest.update(json.dumps([line.url, form], sort_keys=True).encode())
     for request in requests:
         params = request.params
         draws = params.temperature > 0 and params.max_tokens != 0

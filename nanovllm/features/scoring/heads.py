@@ -6,6 +6,7 @@ no padding. Reward models have one score, classifiers have one for each label, r
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -13,6 +14,7 @@ import numpy as np
 from nanovllm.engine.plan import FloatArray
 from nanovllm.engine.pooling import Dense, Pooling
 from nanovllm.features.scoring.embedding import EMBEDDING_PARAMS
+from nanovllm.models.model_config import read_json
 from nanovllm.models.model_folder import ModelFolder
 from nanovllm.outputs import Classification, Output
 from nanovllm.text.prompts import list_prompts, name_errors, tokenise_prompts
@@ -20,6 +22,8 @@ from nanovllm.utils.checks import quote, refuse
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+
+    from nanovllm.engine.sequence import Request
 
 Activation = Literal["softmax", "sigmoid", "none"]
 
@@ -44,10 +48,12 @@ class Head(Pooling):
     Attributes:
         activation: makes probabilities of scores.
         padding: the token id that does not count at the end of a text; None if there is none.
+        instruction: goes with each pair that is ranked, as sentence-transformers' default prompt; "" if there is none.
     """
 
     activation: Activation = "none"
     padding: int | None = None
+    instruction: str = ""
 
     def strip(self, token_ids: Sequence[int]) -> list[int]:
         """Return a text up to the token that is scored: the last one that is no padding, as in transformers.
@@ -58,7 +64,7 @@ class Head(Pooling):
         end = len(token_ids)
         while end and token_ids[end - 1] == self.padding:
             end -= 1
-        if not end:
+        if not end and token_ids:
             raise ValueError(f"the prompt has no token but {self.padding}, the padding, which is never scored")
         return list(token_ids[:end])
 
@@ -95,7 +101,24 @@ def read_head(folder: ModelFolder | None, config: "PretrainedConfig") -> Head:
         labels=tuple(str(config.id2label[i]) for i in range(num_labels)),
         activation=find_activation(config),
         padding=config.pad_token_id,
+        instruction="" if folder is None else read_default_prompt(folder.path),
     )
+
+
+def read_default_prompt(folder: Path) -> str:
+    """Return the prompt that sentence-transformers puts before each pair; "" if its files name none.
+
+    Raises:
+        ValueError: the file cannot be read, or names a prompt that it does not have.
+    """
+    path = folder / "config_sentence_transformers.json"
+    data = read_json(path) if path.exists() and (folder / "modules.json").exists() else {}
+    name = data.get("default_prompt_name")
+    prompts = data.get("prompts") or {}
+    prompt = "" if name is None else prompts.get(name)
+    if not isinstance(prompt, str):
+        raise ValueError(f"{path}: default_prompt_name is {quote(name)}, and prompts are {quote(prompts)}")
+    return prompt
 
 
 def read_tensors(folder: ModelFolder) -> dict[str, FloatArray]:
@@ -135,16 +158,30 @@ def classify_prompts(llm: Any, prompts: Any, show: bool) -> list[Classification]
         show: draw progress bars.
     """
     llm.engine.claim.check()
+    requests = prepare_texts(llm, list_prompts(prompts), show=show)
+    outputs = dict(llm.run_requests(requests, "Scoring", show))
     head = find_head(llm)
-    given = list_prompts(prompts)
-    tokenised = tokenise_prompts(given, llm.engine.tokenizer, show=show, origin=llm.engine.facts.origin)
+    return [read_classification(outputs[i], head) for i in range(len(outputs))]
+
+
+def prepare_texts(llm: Any, prompts: Sequence[Any], *, kind: str = "prompt", show: bool = False) -> "list[Request]":
+    """Return the requests for the scores of prompts. `read_classification` reads their outputs.
+
+    Args:
+        kind: what error messages call a prompt.
+        show: draw a progress bar if tokenising takes longer than a second.
+
+    Raises:
+        ValueError: the model has no head, or a prompt is not valid.
+    """
+    head = find_head(llm)
+    tokenised = tokenise_prompts(prompts, llm.engine.tokenizer, kind=kind, show=show, origin=llm.engine.facts.origin)
     texts = []
     for i, prompt in enumerate(tokenised):
-        with name_errors("prompt", i, len(tokenised)):
+        with name_errors(kind, i, len(tokenised)):
             texts.append(head.strip(prompt.token_ids))
-    requests = llm.prepare_requests(texts, EMBEDDING_PARAMS, show=show)
-    outputs = dict(llm.run_requests(requests, "Scoring", show))
-    return [read_classification(outputs[i], head) for i in range(len(outputs))]
+    requests: list[Request] = llm.prepare_requests(texts, EMBEDDING_PARAMS, kind=kind)
+    return requests
 
 
 def reward_prompts(llm: Any, prompts: Any, show: bool) -> list[float]:

@@ -1,15 +1,21 @@
 """How well documents answer a query: by a head that scores pairs, or by a model that answers "yes" or "no"."""
 
-import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from nanovllm.engine.pooling import Pooling
-from nanovllm.features.scoring.heads import Head, classify_prompts
-from nanovllm.features.scoring.score import score_pairs
-from nanovllm.outputs import Ranking
+from nanovllm.features.scoring.heads import Head, prepare_texts, read_classification
+from nanovllm.features.scoring.score import read_score
+from nanovllm.outputs import Output, Ranking
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.text.prompts import name_errors, tokenise_prompts
 from nanovllm.text.tokenizer import Tokenizer
 from nanovllm.utils.checks import quote, refuse
+
+if TYPE_CHECKING:
+    from nanovllm.engine.sequence import Request
 
 INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 TEMPLATE = (
@@ -21,6 +27,9 @@ TEMPLATE = (
 """That of Qwen3-Reranker's model card."""
 OF_TEMPLATE = ("<|im_start|>", "<|im_end|>")
 """The tokens that it needs."""
+ANSWERS = ("yes", "no")
+ROLES = ("system", "query", "document")
+"""The roles of the messages that a chat template gets for a pair. The system's is the instruction."""
 
 
 def rerank_documents(
@@ -32,47 +41,137 @@ def rerank_documents(
         raise refuse(query, "query", "a string")
     if isinstance(documents, str) or not all(isinstance(document, str) for document in documents):
         raise refuse(documents, "documents", "a list of strings")
-    tokenizer = llm.engine.tokenizer
-    if tokenizer is None:
-        raise ValueError(f"rerank needs a tokenizer, and {quote(llm.engine.config.model)} has none")
-    pooling: Pooling = llm.engine.facts.pooling
-    if isinstance(pooling, Head):
-        scores = score_by_head(llm, pooling, query, documents, instruction, show)
-    else:
-        scores = score_by_answer(llm, tokenizer, query, documents, instruction or INSTRUCTION, show)
+    requests = prepare_pairs(llm, [query] * len(documents), documents, instruction)
+    outputs = dict(llm.run_requests(requests, "Scoring", show))
+    scores = read_relevances([outputs[i] for i in range(len(outputs))], llm.engine.facts.pooling)
+    return rank_documents(scores, documents)
+
+
+def rank_documents(scores: Sequence[float], documents: Sequence[str]) -> list[Ranking]:
+    """Return the documents in the order of their scores, the highest first."""
     ranked = [Ranking(index=i, relevance_score=score, document=documents[i]) for i, score in enumerate(scores)]
     return sorted(ranked, key=lambda one: -one["relevance_score"])
 
 
-def score_by_head(
-    llm: Any, head: Head, query: str, documents: Sequence[str], instruction: str | None, show: bool
-) -> list[float]:
-    """Return the score of each pair, tokenised as sentence-transformers' CrossEncoder does it."""
-    if len(head.labels) != 1:
-        raise ValueError(f"the model's head has {len(head.labels)} labels; a reranker's has one")
-    if instruction is not None:
-        raise refuse(instruction, "instruction", "None: the model has a head, so write what it expects into the query")
-    pairs = llm.get_tokenizer()([query] * len(documents), list(documents))["input_ids"] if documents else []
-    return [float(one.probs[0]) for one in classify_prompts(llm, pairs, show)]
+def prepare_pairs(
+    llm: Any, queries: Sequence[str], documents: Sequence[str], instruction: str | None
+) -> "list[Request]":
+    """Return the requests for the scores of pairs. `read_relevances` reads their outputs.
+
+    Args:
+        queries: one for each document.
+        instruction: see `LLM.rerank`.
+
+    Raises:
+        ValueError: the model is no reranker, or a pair is too long. The message has the number of the pair.
+    """
+    if not isinstance(instruction, str | None):
+        raise refuse(instruction, "instruction", "a string")
+    tokenizer = llm.engine.tokenizer
+    if tokenizer is None:
+        raise ValueError(f"rerank needs a tokenizer, and {quote(llm.engine.config.model)} has none")
+    pooling: Pooling = llm.engine.facts.pooling
+    if not isinstance(pooling, Head):
+        return ask_pairs(llm, tokenizer, queries, documents, instruction or INSTRUCTION)
+    if len(pooling.labels) != 1:
+        raise ValueError(f"the model's head has {len(pooling.labels)} labels; a reranker's has one")
+    instruction = pooling.instruction if instruction is None else instruction
+    has_template = tokenizer.template_tokenizer.chat_template is not None
+    write = render_pairs if has_template else join_pairs
+    return prepare_texts(llm, write(llm, tokenizer, queries, documents, instruction) if documents else [], kind="pair")
 
 
-def score_by_answer(
-    llm: Any, tokenizer: Tokenizer, query: str, documents: Sequence[str], instruction: str, show: bool
-) -> list[float]:
-    """Return the probability of "yes" beside "no" after Qwen3-Reranker's template, for each document."""
-    encode = llm.get_tokenizer().encode
-    answers = [encode(word, add_special_tokens=False) for word in ("yes", "no")]
-    if any(len(encode(token, add_special_tokens=False)) != 1 for token in OF_TEMPLATE):
+def join_pairs(
+    llm: Any, tokenizer: Tokenizer, queries: Sequence[str], documents: Sequence[str], instruction: str
+) -> list[list[int]]:
+    """Return the tokens of each pair, which the tokenizer joins, as CrossEncoder does without a chat template."""
+    starts = [instruction + query for query in queries]
+    for i, pair in enumerate(zip(starts, documents, strict=True)):
+        with name_errors("pair", i, len(documents)):
+            tokenizer.check("".join(pair))
+    pairs: list[list[int]] = llm.get_tokenizer()(starts, list(documents))["input_ids"]
+    return pairs
+
+
+def render_pairs(
+    llm: Any, tokenizer: Tokenizer, queries: Sequence[str], documents: Sequence[str], instruction: str
+) -> list[list[int]]:
+    """Return the tokens of each pair, which the folder's chat template writes, as CrossEncoder does with one.
+
+    Query and document are messages with these roles, after a system's message with the instruction.
+
+    Raises:
+        ValueError: the template leaves one of them out.
+    """
+
+    from nanovllm.features.conversations import ChatTemplate
+
+    template = ChatTemplate(tokenizer, {"add_generation_prompt": False})
+
+    def render(*contents: str) -> str:
+        named = zip(ROLES, contents, strict=True)
+        messages = [{"role": role, "content": content} for role, content in named if role != "system" or content]
+        try:
+            return template.render(messages)
+        except Exception as error:  # an error of jinja2, or any error in the template's code
+            raise ValueError(f"the chat template refuses a query and a document: {error}") from error
+
+    plain = ("alpha" if instruction else "", "bravo", "charlie")
+    for i in range(len(ROLES)):
+        changed = [content + " delta" if i == j else content for j, content in enumerate(plain)]
+        if plain[i] and render(*plain) == render(*changed):
+            raise ValueError(
+                f"the chat template of {quote(llm.engine.config.model)} leaves out the role {ROLES[i]!r}. A pair has "
+                f"the roles {', '.join(ROLES)}, as in sentence-transformers: give the folder the template of a "
+                "reranker, or none, which joins the two texts"
+            )
+    texts = [render(instruction, query, document) for query, document in zip(queries, documents, strict=True)]
+    origin = llm.engine.facts.origin
+    tokenised = tokenise_prompts(texts, tokenizer, kind="pair", add_special_tokens=False, origin=origin)
+    return [prompt.token_ids for prompt in tokenised]
+
+
+def ask_pairs(
+    llm: Any, tokenizer: Tokenizer, queries: Sequence[str], documents: Sequence[str], instruction: str
+) -> "list[Request]":
+    """Return two requests for each pair: they score "yes" and "no" after Qwen3-Reranker's template."""
+    tokens = tokenizer.encode_batch([*ANSWERS, *OF_TEMPLATE], add_special_tokens=False)
+    answers = tokens[: len(ANSWERS)]
+    if any(len(token_ids) != 1 for token_ids in tokens[len(ANSWERS) :]):
         raise ValueError(
             f"{quote(llm.engine.config.model)} is no reranker: rerank needs a model with a head, or one with the "
             f"tokens {' and '.join(OF_TEMPLATE)}, as Qwen3-Reranker has them"
         )
-    texts = [TEMPLATE.format(instruction=instruction, query=query, document=document) for document in documents]
-    prompts = [encode(text, add_special_tokens=False) for text in texts]
-    # The pairs of one document stand side by side, so that they share its keys and values.
-    pairs = [(prompt, answer) for prompt in prompts for answer in answers]
-    if not pairs:
-        return []
-    scores = score_pairs(llm, [prompt for prompt, _ in pairs], [answer for _, answer in pairs], show)
-    logprobs = [score["logprob"] for score in scores]
-    return [1 / (1 + math.exp(no - yes)) for yes, no in zip(logprobs[::2], logprobs[1::2], strict=True)]
+    texts = [
+        TEMPLATE.format(instruction=instruction, query=query, document=document)
+        for query, document in zip(queries, documents, strict=True)
+    ]
+    origin = llm.engine.facts.origin
+    requests = []
+    for i, prompt in enumerate(
+        tokenise_prompts(texts, tokenizer, kind="pair", add_special_tokens=False, origin=origin)
+    ):
+        start = len(prompt.token_ids)
+        params = SamplingParams(temperature=0, max_tokens=0, prompt_logprobs=1, prompt_logprob_start=start)
+        # The requests of one pair stand side by side, so that they share its keys and values.
+        with name_errors("pair", i, len(texts)):
+            requests += [llm.prepare(prompt.token_ids + answer, params) for answer in answers]
+    return requests
+
+
+def read_relevances(outputs: Sequence[Output], pooling: Pooling, is_raw: bool = False) -> list[float]:
+    """Return the score of each pair from the outputs of its requests.
+
+    Args:
+        is_raw: return what no activation has made a probability: of "yes" and "no", the difference of their logits.
+
+    Raises:
+        RuntimeError: an output is an error.
+    """
+    if isinstance(pooling, Head):
+        found = [read_classification(output, pooling) for output in outputs]
+        return [float((one.scores if is_raw else one.probs)[0]) for one in found]
+    logprobs = [read_score(output)["logprob"] for output in outputs]
+    raw = np.array(logprobs[::2]) - np.array(logprobs[1::2])
+    scores: list[float] = (raw if is_raw else np.exp(-np.logaddexp(0, -raw))).tolist()
+    return scores
