@@ -262,9 +262,14 @@ def test_what_cannot_be_honoured_is_refused(first: tuple[Path, Path], tmp_path: 
     model, earlier = first
     source = write_lines(tmp_path / "in", LINES[:1])
     bare = shutil.copy(earlier, tmp_path / "bare")
+    undigested = shutil.copy(earlier, tmp_path / "undigested")
+    manifest = json.loads(Path(f"{earlier}.job.json").read_text())
+    del manifest["engine"]["model"]
+    Path(f"{undigested}.job.json").write_text(json.dumps(manifest))
     for options, words in (
         (("--reuse", str(tmp_path / "none")), "no manifest"),
         (("--reuse", str(bare)), "no manifest"),
+        (("--reuse", str(undigested)), "has no digest of the model"),
         (("--reuse", str(earlier), "--attention-backend", "torch"), "attention_backend is 'torch'"),
         (("--reuse", str(earlier), "--ray"), "left out with --ray"),
     ):

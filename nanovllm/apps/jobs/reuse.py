@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.apps.jobs.compact_sets import DigestMap
-from nanovllm.apps.jobs.manifest import find_differences, read_manifest
+from nanovllm.apps.jobs.manifest import Manifest, find_differences, read_manifest
 from nanovllm.apps.jobs.request_lines import RequestLine
 from nanovllm.apps.jobs.result_lines import ResultLine, copy_result, read_result_line
 from nanovllm.utils.digests import digest_adapter, find_lacking
@@ -85,6 +85,10 @@ class KnownAnswers:
             ValueError: the file cannot be read, or nothing tells what its answers depend on.
         """
         earlier = read_manifest(Path(path))
+        if not (earlier.get("engine") or {}).get("model"):
+            raise ValueError(
+                f"--reuse {path}: {Manifest.path_for(Path(path))} has no digest of the model that answered"
+            )
         differences = compare_adapters(earlier)
         for section, now in job.items():
             before = earlier.get(section) or {}
