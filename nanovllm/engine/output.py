@@ -3,6 +3,8 @@
 import time
 from collections.abc import Callable, Iterable
 
+import numpy as np
+
 from nanovllm.engine.pooling import LAST_TOKEN_POOLING, Pooling
 from nanovllm.engine.sequence import PromptScores, Sequence
 from nanovllm.outputs import Logprob, Output, RequestMetrics
@@ -51,6 +53,9 @@ def _make_single(seq: Sequence, tokenizer: Tokenizer | None, parse: ParseOutput 
         set_decoder(output["prompt_logprobs"], tokenizer)
     if seq.scores is not None and seq.scores.embedding is not None:
         output["embedding"] = pooling.finish(seq.scores.embedding, seq.num_prompt_tokens)
+        if not np.isfinite(output["embedding"]).all():  # weights of the folder's modules can do that
+            output["finish_reason"] = "error"
+            output["error"] = "the vector, or the scores, hold NaN or infinity"
     if seq.error is not None:
         output["error"] = seq.error
     if parse is not None:

@@ -1,6 +1,7 @@
 """Scores of whole texts are transformers' and sentence-transformers', whatever runs beside them."""
 
 import ast
+import json
 import runpy
 import shutil
 import sys
@@ -12,6 +13,7 @@ import pytest
 import torch
 from helpers.paths import ROOT
 from helpers.tiny import BLOCK, PADDING, draw_prompts, edit_json, save_classifier, save_random, save_text_classifier
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nanovllm import LLM, SamplingParams
@@ -19,6 +21,9 @@ from nanovllm import LLM, SamplingParams
 OPTIONS: dict[str, Any] = {"dtype": "float32", "device": "cpu", "max_model_len": 160, "kvcache_block_size": BLOCK}
 CROWDED = OPTIONS | {"num_kvcache_blocks": 13, "max_num_seqs": 8, "max_num_batched_tokens": 48}
 PREFIX, *REST = draw_prompts([40, 1, 15, 16, 17, 70, 120])
+KINDS = [("qwen3", 1), ("qwen3", 3), ("qwen2", 3), ("llama", 1), ("mistral", 3), ("gemma2", 1), ("phi3", 3)]
+KINDS += [("gpt_neox", 1)]
+"""The same head stands on each family. Each number of labels is tried on our layers and on transformers'."""
 PROMPTS = [*REST, PREFIX + REST[1], PREFIX + REST[3]]
 
 
@@ -28,8 +33,7 @@ def expect(model: Any, prompt: list[int]) -> np.ndarray:
 
 
 @pytest.mark.parametrize("backend", ["torch", "cpu"])
-@pytest.mark.parametrize("num_labels", [1, 3])
-@pytest.mark.parametrize("kind", ["qwen3", "qwen2", "llama", "mistral", "gemma2", "phi3", "gpt_neox"])
+@pytest.mark.parametrize(("kind", "num_labels"), KINDS)
 def test_scores_are_transformers(kind: str, num_labels: int, backend: str, tmp_path: Path) -> None:
     """In a cache that preempts, in chunks, and with prefixes in common."""
     model = save_classifier(tmp_path, kind, num_labels)
@@ -76,11 +80,40 @@ def test_each_activation_makes_its_probabilities(tmp_path: Path) -> None:
         np.testing.assert_allclose(found.probs, activate(torch.from_numpy(scores)).numpy(), rtol=1e-5)
     for changes, words in (
         ({"sentence_transformers": {"activation_fn": "os.system"}}, "activation_fn"),
+        ({"sentence_transformers": {"activation_fn": ["a"]}}, "activation_fn"),
         ({"sentence_transformers": None, "problem_type": "ranking"}, "problem_type"),
     ):
         edit_json(tmp_path / "config.json", **changes)
         with pytest.raises(ValueError, match=words):
             LLM(tmp_path, **OPTIONS)
+
+
+def test_a_folder_whose_head_cannot_be_had_is_refused(tmp_path: Path) -> None:
+    """Labels without a number, two heads, codes, and prompts of a wrong form. Weights that are NaN give no score."""
+    save_text_classifier(tmp_path, 3)
+    (path,) = tmp_path.glob("*.safetensors")
+    saved = load_file(path)
+    weight = saved["score.weight"]
+    for changes, words in (
+        ({"score.weight": weight.to(torch.int8)}, r"score.weight is of the type torch.int8"),
+        ({"classifier.weight": weight + 1}, r"two heads: classifier.weight, score.weight"),
+        ({"score.weight_scale": weight[0].clone()}, r"tensors of the shapes .*weight_scale"),
+    ):
+        save_file({**saved, **changes}, path, metadata={"format": "pt"})
+        with pytest.raises(ValueError, match=words):
+            LLM(tmp_path, **OPTIONS)
+    save_file({**saved, "score.weight": weight * float("nan")}, path, metadata={"format": "pt"})
+    with LLM(tmp_path, **OPTIONS) as llm, pytest.raises(RuntimeError, match="NaN or infinity"):
+        llm.classify([[5, 6]])
+    save_file(saved, path, metadata={"format": "pt"})
+    (tmp_path / "modules.json").write_text("[]")
+    for prompts in ({"default_prompt_name": ["a"]}, {"default_prompt_name": "a", "prompts": {"b": "c"}}):
+        (tmp_path / "config_sentence_transformers.json").write_text(json.dumps(prompts))
+        with pytest.raises(ValueError, match="default_prompt_name is"):
+            LLM(tmp_path, **OPTIONS)
+    edit_json(tmp_path / "config.json", id2label={"0": "a", "1": "b", "5": "c"}, label2id=None)
+    with pytest.raises(ValueError, match=r"id2label of config.json has the numbers \[0, 1, 5\]"):
+        LLM(tmp_path, **OPTIONS)
 
 
 def test_a_reward_is_the_only_score(tmp_path: Path) -> None:

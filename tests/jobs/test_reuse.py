@@ -90,7 +90,7 @@ def test_a_request_that_is_drawn_without_a_seed_has_no_name() -> None:
     assert name(prompt="abc") == name(prompt="abc", seed=-1) == name(prompt="abc", temperature=0.1) == ""
 
 
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 4), st.sampled_from([None, 1, 2])), min_size=1, max_size=40), st.booleans())
 def test_a_job_computes_each_request_once_and_answers_each_line(
     tmp_path: Path, lines: list[tuple[int, int | None]], is_cut: bool

@@ -18,7 +18,7 @@ from nanovllm.models.model_config import read_json
 from nanovllm.models.model_folder import ModelFolder
 from nanovllm.outputs import Classification, Output
 from nanovllm.text.prompts import list_prompts, name_errors, tokenise_prompts
-from nanovllm.utils.checks import quote, refuse
+from nanovllm.utils.checks import as_choice, quote
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -98,7 +98,7 @@ def read_head(folder: ModelFolder | None, config: "PretrainedConfig") -> Head:
     return Head(
         modules=(Dense(tensors["weight"], tensors.get("bias"), has_tanh=False),),
         size=num_labels,
-        labels=tuple(str(config.id2label[i]) for i in range(num_labels)),
+        labels=tuple(read_labels(config)),
         activation=find_activation(config),
         padding=config.pad_token_id,
         instruction="" if folder is None else read_default_prompt(folder.path),
@@ -115,21 +115,40 @@ def read_default_prompt(folder: Path) -> str:
     data = read_json(path) if path.exists() and (folder / "modules.json").exists() else {}
     name = data.get("default_prompt_name")
     prompts = data.get("prompts") or {}
-    prompt = "" if name is None else prompts.get(name)
+    prompt = "" if name is None else dict(prompts).get(str(name))
     if not isinstance(prompt, str):
         raise ValueError(f"{path}: default_prompt_name is {quote(name)}, and prompts are {quote(prompts)}")
     return prompt
 
 
+def read_labels(config: "PretrainedConfig") -> list[str]:
+    """Return the name of each score. ValueError if id2label does not number them from 0."""
+    labels: dict[int, Any] = config.id2label
+    if sorted(labels) != list(range(len(labels))):
+        raise ValueError(
+            f"id2label of config.json has the numbers {sorted(labels)}; it must have 0 to {len(labels) - 1}"
+        )
+    return [str(labels[i]) for i in range(len(labels))]
+
+
 def read_tensors(folder: ModelFolder) -> dict[str, FloatArray]:
-    """Return the tensors of a folder's head by the last part of their names, as float32. ValueError if it has none."""
+    """Return the tensors of a folder's head by the last part of their names, as float32.
+
+    Raises:
+        ValueError: it has none, or two heads, or one whose numbers are codes.
+    """
     places = {name: path for name, path in folder.places.items() if name.partition(".")[0] in ("score", "classifier")}
     if not any(name.count(".") == 1 and name.endswith(".weight") for name in places):
         raise ValueError(f"{folder} has no tensor score.weight, the head of a model that scores texts")
     tensors = {}
     for name, path in places.items():
         with folder.open_tensors(path) as file:
-            tensors[name.partition(".")[2]] = file.get_slice(name)[...].float().numpy()
+            tensor = file.get_slice(name)[...]
+        if not tensor.is_floating_point():
+            raise ValueError(f"{path}: the head's tensor {name} is of the type {tensor.dtype}; it must be of floats")
+        tensors[name.partition(".")[2]] = tensor.float().numpy()
+    if len(tensors) < len(places):
+        raise ValueError(f"{folder} has two heads: {', '.join(sorted(places))}")
     return tensors
 
 
@@ -139,14 +158,10 @@ def find_activation(config: "PretrainedConfig") -> Activation:
     named = own.get("activation_fn") if isinstance(own, dict) else None
     named = named or getattr(config, "sbert_ce_default_activation_function", None)
     if named is not None:
-        if named not in ACTIVATIONS:
-            raise refuse(named, "the activation_fn of config.json", f"one of {', '.join(ACTIVATIONS)}")
-        return ACTIVATIONS[named]
+        return ACTIVATIONS[as_choice(named, "the activation_fn of config.json", ACTIVATIONS)]
     problem = getattr(config, "problem_type", None)
     if problem is not None:
-        if problem not in PROBLEMS:
-            raise refuse(problem, "problem_type of config.json", f"one of {', '.join(PROBLEMS)}")
-        return PROBLEMS[problem]
+        return PROBLEMS[as_choice(problem, "problem_type of config.json", PROBLEMS)]
     return "sigmoid" if config.num_labels == 1 else "softmax"
 
 
