@@ -175,7 +175,8 @@ class LLMEngine:
         if not isinstance(params, SamplingParams):
             raise ValueError(f"sampling_params is {quote(params)}; it must be a SamplingParams")
         if not self.facts.has_lm_head and not params.embed:
-            raise ValueError("this model has no LM head, so it can only embed: use embed()")
+            rest = "score: use classify()" if self.facts.pooling.labels else "embed: use embed()"
+            raise ValueError(f"this model has no LM head, so it can only {rest}")
         if params.embed:
             self.facts.pooling.check(len(token_ids))
         params = params.clone()  # the caller may change the original while the request runs

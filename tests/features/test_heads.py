@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.paths import ROOT
+from helpers.paths import BOX_MODEL, ROOT
 from helpers.tiny import BLOCK, PADDING, draw_prompts, edit_json, save_classifier, save_random, save_text_classifier
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -152,7 +152,7 @@ def test_what_a_model_does_not_have_is_refused_by_name(tmp_path: Path) -> None:
     with LLM(tmp_path / "scores", **OPTIONS) as llm:
         with pytest.raises(ValueError, match="makes no vectors: use classify"):
             llm.embed(PROMPTS)
-        with pytest.raises(ValueError, match="no LM head"):
+        with pytest.raises(ValueError, match=r"no LM head, so it can only score: use classify\(\)"):
             llm.generate(PROMPTS, SamplingParams(max_tokens=1))
         with pytest.raises(ValueError, match=r"score\.weight"):
             llm.load_weights([("score.weight", torch.zeros(2, 64))])
@@ -196,6 +196,7 @@ def test_pairs_are_scored_as_a_cross_encoder_scores_them(
     given = instruction if instruction == "given " else None
     encoder = cross_encoder(str(tmp_path), device="cpu")
     if instruction == "default ":
+        encoder.activation_fn = torch.nn.Identity()
         encoder.prompts = {"a": instruction}
         encoder.default_prompt_name = "a"
         encoder.save_pretrained(str(tmp_path))
@@ -207,6 +208,28 @@ def test_pairs_are_scored_as_a_cross_encoder_scores_them(
     found = {one.index: one.relevance_score for one in ranked}
     np.testing.assert_allclose([found[i] for i in range(len(DOCUMENTS))], expected, atol=2e-4)
     assert all(one.document == DOCUMENTS[one.index] for one in ranked)
+
+
+@pytest.mark.parametrize("activation", ["Sigmoid", "Identity"])
+@pytest.mark.parametrize("opens", [False, True])
+def test_two_tokens_that_the_folder_names_are_compared_as_in_a_cross_encoder(
+    activation: str, opens: bool, tmp_path: Path
+) -> None:
+    """After the folder's own template, which may open an answer, and with its activation."""
+    encoders = pytest.importorskip("sentence_transformers")
+    from sentence_transformers.base.modules import Transformer
+    from sentence_transformers.cross_encoder.modules import LogitScore
+
+    options = {"chat_template": {"add_generation_prompt": opens}}
+    kind = {"transformer_task": "text-generation", "model_kwargs": {"dtype": "float32"}}
+    body = Transformer(str(BOX_MODEL), **kind, processing_kwargs=options)
+    modules = [body, LogitScore(77, 78)]
+    encoder = encoders.CrossEncoder(modules=modules, device="cpu", activation_fn=getattr(torch.nn, activation)())
+    encoder.save_pretrained(str(tmp_path))
+    expected = encoder.predict([(QUERY, document) for document in DOCUMENTS], show_progress_bar=False)
+    with LLM(tmp_path, **OPTIONS) as llm:
+        found = {one.index: one.relevance_score for one in llm.rerank(QUERY, DOCUMENTS)}
+    np.testing.assert_allclose([found[i] for i in range(len(DOCUMENTS))], expected, atol=2e-4, rtol=2e-4)
 
 
 def test_a_template_that_leaves_a_text_of_the_pair_out_is_refused(reranker: Path, tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ SLOW = 4 << 30
 """More bytes than that take seconds to read."""
 TOKENIZER = ("*.json", "*.txt", "*.jinja", "additional_chat_templates/*.jinja")
 """The files that configure a tokenizer and its chat templates."""
-MODEL = (*TOKENIZER, "*_Pooling/*.json", "*_Dense/*.json", "*_Dense/*.safetensors")
+MODEL = (*TOKENIZER, "*_Pooling/*.json", "*_Dense/*.json", "*_Dense/*.safetensors", "*_LogitScore/*.json")
 """The files that configure a model, its tokenizer, its chat templates and its vectors."""
 
 logger = logging.getLogger(__name__)

@@ -112,7 +112,7 @@ def make_class_line(line: RequestLine, outputs: "list[Output]", llm: "LLM", mode
 
 def _read_scores(line: RequestLine, outputs: "list[Output]", llm: "LLM") -> list[float]:
     is_raw = line.body.get("use_activation") is False
-    return read_relevances(outputs, llm.engine.facts.pooling, is_raw)
+    return read_relevances(llm, outputs, is_raw)
 
 
 def _make_list(line: RequestLine, kind: str, data: list[dict[str, Any]]) -> dict[str, Any]:

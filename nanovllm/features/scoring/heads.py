@@ -7,14 +7,14 @@ no padding. Reward models have one score, classifiers have one for each label, r
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from nanovllm.engine.plan import FloatArray
 from nanovllm.engine.pooling import Dense, Pooling
 from nanovllm.features.scoring.embedding import EMBEDDING_PARAMS
-from nanovllm.models.model_config import read_json
+from nanovllm.features.scoring.pair_files import ACTIVATIONS, Activation, read_pair_files
 from nanovllm.models.model_folder import ModelFolder
 from nanovllm.outputs import Classification, Output
 from nanovllm.text.prompts import list_prompts, name_errors, tokenise_prompts
@@ -25,14 +25,6 @@ if TYPE_CHECKING:
 
     from nanovllm.engine.sequence import Request
 
-Activation = Literal["softmax", "sigmoid", "none"]
-
-ACTIVATIONS: dict[str, Activation] = {
-    "torch.nn.modules.activation.Sigmoid": "sigmoid",
-    "torch.nn.modules.activation.Softmax": "softmax",
-    "torch.nn.modules.linear.Identity": "none",
-}
-"""By the names that sentence-transformers' CrossEncoder writes into config.json."""
 PROBLEMS: dict[str, Activation] = {
     "regression": "none",
     "single_label_classification": "softmax",
@@ -48,12 +40,10 @@ class Head(Pooling):
     Attributes:
         activation: makes probabilities of scores.
         padding: the token id that does not count at the end of a text; None if there is none.
-        instruction: goes with each pair that is ranked, as sentence-transformers' default prompt; "" if there is none.
     """
 
     activation: Activation = "none"
     padding: int | None = None
-    instruction: str = ""
 
     def strip(self, token_ids: Sequence[int]) -> list[int]:
         """Return a text up to the token that is scored: the last one that is no padding, as in transformers.
@@ -99,26 +89,9 @@ def read_head(folder: ModelFolder | None, config: "PretrainedConfig") -> Head:
         modules=(Dense(tensors["weight"], tensors.get("bias"), has_tanh=False),),
         size=num_labels,
         labels=tuple(read_labels(config)),
-        activation=find_activation(config),
+        activation=find_activation(config) if folder is None else read_activation(folder.path, config),
         padding=config.pad_token_id,
-        instruction="" if folder is None else read_default_prompt(folder.path),
     )
-
-
-def read_default_prompt(folder: Path) -> str:
-    """Return the prompt that sentence-transformers puts before each pair; "" if its files name none.
-
-    Raises:
-        ValueError: the file cannot be read, or names a prompt that it does not have.
-    """
-    path = folder / "config_sentence_transformers.json"
-    data = read_json(path) if path.exists() and (folder / "modules.json").exists() else {}
-    name = data.get("default_prompt_name")
-    prompts = data.get("prompts") or {}
-    prompt = "" if name is None else dict(prompts).get(str(name))
-    if not isinstance(prompt, str):
-        raise ValueError(f"{path}: default_prompt_name is {quote(name)}, and prompts are {quote(prompts)}")
-    return prompt
 
 
 def read_labels(config: "PretrainedConfig") -> list[str]:
@@ -150,6 +123,11 @@ def read_tensors(folder: ModelFolder) -> dict[str, FloatArray]:
     if len(tensors) < len(places):
         raise ValueError(f"{folder} has two heads: {', '.join(sorted(places))}")
     return tensors
+
+
+def read_activation(folder: Path, config: "PretrainedConfig") -> Activation:
+    """Return what makes probabilities: as the files of sentence-transformers say, else as config.json does."""
+    return read_pair_files(folder).activation or find_activation(config)
 
 
 def find_activation(config: "PretrainedConfig") -> Activation:

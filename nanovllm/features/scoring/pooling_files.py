@@ -60,7 +60,7 @@ def _read_pooling(folder: Path, hidden_size: int) -> Pooling:
     source = folder / "modules.json"
     if not source.is_file():
         raise ValueError(f"{folder} has 1_Pooling, and no modules.json, which says what else belongs to it")
-    kinds, paths = _read_modules(source)
+    kinds, paths = read_modules(source)
     if kinds[:2] != ["Transformer", "Pooling"] or paths[0] != folder:
         begins = ", ".join(kinds[:2])
         raise ValueError(f'{source} begins with {begins}; it must begin with Transformer, at the path "", and Pooling')
@@ -94,7 +94,7 @@ def _read_pooling(folder: Path, hidden_size: int) -> Pooling:
     )
 
 
-def _read_modules(source: Path) -> tuple[list[str], list[Path]]:
+def read_modules(source: Path) -> tuple[list[str], list[Path]]:
     """Return the names of the modules' classes, and the modules' folders, in the order of modules.json."""
     try:
         listed = json.loads(source.read_text(encoding="utf-8"))

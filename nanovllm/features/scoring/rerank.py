@@ -1,12 +1,13 @@
 """How well documents answer a query: by a head that scores pairs, or by a model that answers "yes" or "no"."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from nanovllm.engine.pooling import Pooling
 from nanovllm.features.scoring.heads import Head, prepare_texts, read_classification
+from nanovllm.features.scoring.pair_files import read_pair_files
 from nanovllm.features.scoring.score import read_score
 from nanovllm.outputs import Output, Ranking
 from nanovllm.sampling_params import SamplingParams
@@ -43,7 +44,7 @@ def rerank_documents(
         raise refuse(documents, "documents", "a list of strings")
     requests = prepare_pairs(llm, [query] * len(documents), documents, instruction)
     outputs = dict(llm.run_requests(requests, "Scoring", show))
-    scores = read_relevances([outputs[i] for i in range(len(outputs))], llm.engine.facts.pooling)
+    scores = read_relevances(llm, [outputs[i] for i in range(len(outputs))])
     return rank_documents(scores, documents)
 
 
@@ -71,14 +72,29 @@ def prepare_pairs(
     if tokenizer is None:
         raise ValueError(f"rerank needs a tokenizer, and {quote(llm.engine.config.model)} has none")
     pooling: Pooling = llm.engine.facts.pooling
-    if not isinstance(pooling, Head):
-        return ask_pairs(llm, tokenizer, queries, documents, instruction or INSTRUCTION)
-    if len(pooling.labels) != 1:
+    files = read_pair_files(llm.engine.facts.origin)
+    given = files.instruction if instruction is None else instruction
+    if isinstance(pooling, Head) and len(pooling.labels) != 1:
         raise ValueError(f"the model's head has {len(pooling.labels)} labels; a reranker's has one")
-    instruction = pooling.instruction if instruction is None else instruction
-    has_template = tokenizer.template_tokenizer.chat_template is not None
-    write = render_pairs if has_template else join_pairs
-    return prepare_texts(llm, write(llm, tokenizer, queries, documents, instruction) if documents else [], kind="pair")
+    if not documents:
+        return []
+    answers = None if files.answers is None else [[token] for token in files.answers]
+    if not isinstance(pooling, Head) and answers is None:
+        answers = find_answers(llm, tokenizer)
+        prompts = fill_template(llm, tokenizer, queries, documents, instruction or INSTRUCTION)
+    elif tokenizer.template_tokenizer.chat_template is None:
+        prompts = join_pairs(llm, tokenizer, queries, documents, given)
+    else:
+        prompts = render_pairs(llm, tokenizer, queries, documents, given, files.options)
+    if isinstance(pooling, Head):
+        return prepare_texts(llm, prompts, kind="pair")
+    requests = []
+    for i, prompt in enumerate(prompts):
+        params = SamplingParams(temperature=0, max_tokens=0, prompt_logprobs=1, prompt_logprob_start=len(prompt))
+        # The requests of one pair stand side by side, so that they share its keys and values.
+        with name_errors("pair", i, len(prompts)):
+            requests += [llm.prepare([*prompt, *answer], params) for answer in answers or ()]
+    return requests
 
 
 def join_pairs(
@@ -94,7 +110,12 @@ def join_pairs(
 
 
 def render_pairs(
-    llm: Any, tokenizer: Tokenizer, queries: Sequence[str], documents: Sequence[str], instruction: str
+    llm: Any,
+    tokenizer: Tokenizer,
+    queries: Sequence[str],
+    documents: Sequence[str],
+    instruction: str,
+    options: Mapping[str, Any],
 ) -> list[list[int]]:
     """Return the tokens of each pair, which the folder's chat template writes, as CrossEncoder does with one.
 
@@ -103,10 +124,9 @@ def render_pairs(
     Raises:
         ValueError: the template leaves one of them out.
     """
-
     from nanovllm.features.conversations import ChatTemplate
 
-    template = ChatTemplate(tokenizer, {"add_generation_prompt": False})
+    template = ChatTemplate(tokenizer, {"add_generation_prompt": False, **options})
 
     def render(*contents: str) -> str:
         named = zip(ROLES, contents, strict=True)
@@ -126,51 +146,50 @@ def render_pairs(
                 "reranker, or none, which joins the two texts"
             )
     texts = [render(instruction, query, document) for query, document in zip(queries, documents, strict=True)]
-    origin = llm.engine.facts.origin
-    tokenised = tokenise_prompts(texts, tokenizer, kind="pair", add_special_tokens=False, origin=origin)
-    return [prompt.token_ids for prompt in tokenised]
+    return tokenise_pairs(llm, tokenizer, texts)
 
 
-def ask_pairs(
-    llm: Any, tokenizer: Tokenizer, queries: Sequence[str], documents: Sequence[str], instruction: str
-) -> "list[Request]":
-    """Return two requests for each pair: they score "yes" and "no" after Qwen3-Reranker's template."""
+def find_answers(llm: Any, tokenizer: Tokenizer) -> list[list[int]]:
+    """Return the tokens of "yes" and "no". ValueError if the model does not have those of Qwen3-Reranker's template."""
     tokens = tokenizer.encode_batch([*ANSWERS, *OF_TEMPLATE], add_special_tokens=False)
-    answers = tokens[: len(ANSWERS)]
     if any(len(token_ids) != 1 for token_ids in tokens[len(ANSWERS) :]):
         raise ValueError(
             f"{quote(llm.engine.config.model)} is no reranker: rerank needs a model with a head, or one with the "
             f"tokens {' and '.join(OF_TEMPLATE)}, as Qwen3-Reranker has them"
         )
-    texts = [
-        TEMPLATE.format(instruction=instruction, query=query, document=document)
-        for query, document in zip(queries, documents, strict=True)
-    ]
+    return tokens[: len(ANSWERS)]
+
+
+def fill_template(
+    llm: Any, tokenizer: Tokenizer, queries: Sequence[str], documents: Sequence[str], instruction: str
+) -> list[list[int]]:
+    """Return the tokens of each pair, as Qwen3-Reranker is asked."""
+    pairs = zip(queries, documents, strict=True)
+    texts = [TEMPLATE.format(instruction=instruction, query=query, document=document) for query, document in pairs]
+    return tokenise_pairs(llm, tokenizer, texts)
+
+
+def tokenise_pairs(llm: Any, tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
+    """Return the tokens of texts that a template wrote."""
     origin = llm.engine.facts.origin
-    requests = []
-    for i, prompt in enumerate(
-        tokenise_prompts(texts, tokenizer, kind="pair", add_special_tokens=False, origin=origin)
-    ):
-        start = len(prompt.token_ids)
-        params = SamplingParams(temperature=0, max_tokens=0, prompt_logprobs=1, prompt_logprob_start=start)
-        # The requests of one pair stand side by side, so that they share its keys and values.
-        with name_errors("pair", i, len(texts)):
-            requests += [llm.prepare(prompt.token_ids + answer, params) for answer in answers]
-    return requests
+    tokenised = tokenise_prompts(texts, tokenizer, kind="pair", add_special_tokens=False, origin=origin)
+    return [prompt.token_ids for prompt in tokenised]
 
 
-def read_relevances(outputs: Sequence[Output], pooling: Pooling, is_raw: bool = False) -> list[float]:
+def read_relevances(llm: Any, outputs: Sequence[Output], is_raw: bool = False) -> list[float]:
     """Return the score of each pair from the outputs of its requests.
 
     Args:
-        is_raw: return what no activation has made a probability: of "yes" and "no", the difference of their logits.
+        is_raw: return what no activation has made a probability: of two answers, the difference of their logits.
 
     Raises:
         RuntimeError: an output is an error.
     """
+    pooling: Pooling = llm.engine.facts.pooling
     if isinstance(pooling, Head):
         found = [read_classification(output, pooling) for output in outputs]
         return [float((one.scores if is_raw else one.probs)[0]) for one in found]
+    is_raw = is_raw or read_pair_files(llm.engine.facts.origin).activation == "none"
     logprobs = [read_score(output)["logprob"] for output in outputs]
     raw = np.array(logprobs[::2]) - np.array(logprobs[1::2])
     scores: list[float] = (raw if is_raw else np.exp(-np.logaddexp(0, -raw))).tolist()
