@@ -8,7 +8,8 @@ A file has these keys:
 * `tables`: maps the name of a table to its `columns`, its `rows` by name, and its `ceilings`: rows that no engine made.
   A cell is null, a figure, a list of figures (one for each run), or an object with these `figures` and our `ratio`.
 * `comparisons`: the ratios that docs/compare.md and the README show. Each names the table, the row and the column of a
-  cell that has a ratio, and the section of docs/benchmarks.md that explains it.
+  cell that has a ratio, and the section of docs/benchmarks.md that explains it. One of the README (`readme`) names the
+  row of our own figures, too (`own`).
 
 Figures stay text. So a page shows each as it was written down, with its zeros.
 """
@@ -17,6 +18,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple
 
 FOLDER = Path(__file__).parent / "results"
@@ -51,6 +53,8 @@ class Comparison(NamedTuple):
     ratios: dict[str, str]
     """Maps "one request", "8 requests", "a batch" and "prompts" to a ratio, as far as they were measured."""
     in_readme: bool
+    rate: str
+    """Our tokens a second in the batch: the median of the runs. Empty if the README does not show it."""
 
 
 class Results(NamedTuple):
@@ -95,7 +99,11 @@ def read(path: Path) -> Results:
                 raise ValueError(f"{path.name} compares a cell without a ratio: {table}, {row}, {cell}")
             ratios[column] = found.ratio
         machine, section, ours, beside = (entry[key] for key in ("machine", "section", "ours", "beside"))
-        comparisons.append(Comparison(machine, section, ours, beside, ratios, entry.get("readme", False)))
+        rate = ""
+        if in_readme := entry.get("readme", False):
+            table, _, column = entry["ratios"]["a batch"]
+            rate = _read_rate(tables[table], entry["own"], column)
+        comparisons.append(Comparison(machine, section, ours, beside, ratios, in_readme, rate))
     said = {key: data[key] for key in ("machine", "commit", "versions", "work", "runs", "ceiling", "commands")}
     return Results(path.stem, **said, tables=tables, comparisons=comparisons)
 
@@ -131,6 +139,14 @@ def _read_table(table: dict[str, Any], place: str) -> Table:
                 raise ValueError(f'{place}: "{name}" has {len(cells)} cells, and the table {len(columns)} columns')
         parts.append(rows)
     return Table(columns, *parts)
+
+
+def _read_rate(table: Table, row: str, column: str) -> str:
+    """Return the median of a cell's runs, in whole numbers."""
+    cell = table.rows[row][table.columns.index(column)]
+    if cell is None:
+        raise ValueError(f'"{row}" has no figure under {column}')
+    return f"{round(median(map(float, cell.figures))):,}"
 
 
 def _read_cell(cell: Any) -> Cell | None:

@@ -195,7 +195,7 @@ def test_the_six_lines_of_the_docs_run(tasks: Path, monkeypatch: pytest.MonkeyPa
 
     The harness's own tasks, which are thousands of files, are not read.
     """
-    import lm_eval
+    import lm_eval.evaluator
     from lm_eval.tasks import TaskManager
 
     monkeypatch.setattr(lm_eval.evaluator, "TaskManager", partial(TaskManager, include_defaults=False))
@@ -293,3 +293,18 @@ def test_a_flag_that_no_command_knows_is_refused(capsys: pytest.CaptureFixture[s
     with pytest.raises(SystemExit):
         main(["estimate", "qwen3-8b", "--gpu-memory", "80GB", "--tasks", "x"])
     assert "--tasks" in capsys.readouterr().err
+
+
+def test_the_script_for_a_real_model_prints_scores_and_tokens_side_by_side(
+    tasks: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from scripts.real_model import main as compare
+
+    options = ["--include-path", str(tasks), "--tasks", "answers", "--limit", "3", "--dtype", "float32", "--chat"]
+    compare([str(BOX_MODEL), *options, "--max-length", "192"])
+    printed = capsys.readouterr().out
+    for name in ("answers: exact_match,none", "tokens of the answers"):
+        (line,) = [line for line in printed.splitlines() if line.startswith(name)]
+        hf, ours = line.removeprefix(name).split()
+        assert hf == ours
+    assert "3 of 3 answers are the same text" in printed
