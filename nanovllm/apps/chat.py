@@ -18,6 +18,7 @@ def chat(config: EngineConfig, system: str | None, changes: dict[str, Any]) -> i
         system: the system prompt, or None.
         changes: values that replace those of the model's own sampling parameters.
     """
+    change_defaults(SamplingParams(), changes)  # a wrong value is refused before the model is loaded
     beginning = [{"role": "system", "content": system}] if system is not None else []
     messages = beginning
     options = vars(config).copy()

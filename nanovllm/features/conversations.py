@@ -1,15 +1,21 @@
 """Writes conversations as the texts of prompts, through the model's chat template: what `LLM.chat` does first."""
 
+import inspect
 import json
+import logging
+import re
 from collections.abc import Mapping, Sequence
 from enum import Enum
+from functools import cache
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedTokenizerBase
+
 from nanovllm.text.prompts import ChatPrompt, Message, name_errors
 from nanovllm.text.tokenizer import Tokenizer, explain_no_tokenizer
-from nanovllm.utils.checks import as_choice, quote
+from nanovllm.utils.checks import as_choice, quote, suggest
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 """The roles that a message may have, each with the chat template's name for it."""
@@ -22,6 +28,12 @@ same length, and differ in every character."""
 STRANGER = "nanovllmkey"
 """No template reads this key of a content part. If it writes the key, it has written the part as a whole."""
 CALL = {"id": "abcdefghi", "type": "function", "function": {"name": "f", "arguments": {}}}
+
+
+ARGUMENTS = {*inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters}
+"""Names that transformers itself takes beside a template's variables."""
+THINKING_SWITCH = "enable_thinking"
+"""A variable that scripts give to every model, also to one that does not think."""
 
 
 class ContentForm(Enum):
@@ -73,6 +85,9 @@ class ChatTemplate:
         self._tokenizer = tokenizer.template_tokenizer
         # A model may have several templates, which have names.
         template = self._tokenizer.get_chat_template(options.get("chat_template"), options.get("tools"))
+        for name in options:
+            if name not in ARGUMENTS:
+                warn_without_variable(template, name)
         self._options = {"add_generation_prompt": True, **options, "chat_template": template}
         self._forms: dict[str, ContentForm] = {}
         """The form of each role's contents, for the roles that conversations had so far."""
@@ -198,6 +213,15 @@ class ChatTemplate:
         return text
 
 
+@cache
+def warn_without_variable(template: str, name: str) -> None:
+    """Say once that a template does not read a variable of this name, so that a misspelt one is found."""
+    words = {THINKING_SWITCH, *re.findall(r"[A-Za-z_]\w*", template)}
+    if name not in words:
+        hint = suggest(name, words) or "it has no effect"
+        logging.getLogger(__name__).warning("the chat template does not read %r; %s", name, hint)
+
+
 def list_talks(role: str) -> list[list[dict[str, Any]]]:
     """Return conversations in which a role speaks, for finding out about a template. Some want a system message."""
     system: dict[str, Any] = {"role": "system", "content": "hello"}
@@ -244,11 +268,11 @@ def shape_message(message: Mapping[str, Any], form: ContentForm) -> Mapping[str,
 def read_conversation(messages: Any) -> list[dict[str, Any]]:
     """Return the messages; the content of each becomes a string or a list of text parts. Other fields stay.
 
-    A field that is null is left out, for templates ask whether there is the key. A content may be null.
+    A field that is null is left out, for templates ask whether there is the key. An assistant's content may be null.
 
     Raises:
-        ValueError: `messages` is not a conversation, or a part of a content is not text, or a role is unknown. The
-            error shows the value.
+        ValueError: `messages` is not a conversation, or a part of a content is not text, or a content is missing, or a
+            role is unknown. The error shows the value.
     """
     is_list = isinstance(messages, (list, tuple)) and len(messages) > 0
     if not is_list or not all(isinstance(message, Mapping) and "role" in message for message in messages):
@@ -259,6 +283,8 @@ def read_conversation(messages: Any) -> list[dict[str, Any]]:
         read["role"] = ROLES[as_choice(message["role"], f"the role of message {i}", ROLES)]
         if "content" in message:
             read["content"] = read_content(message["content"], i)
+        if read.get("content") is None and read["role"] != "assistant":
+            raise ValueError(f"message {i} ({read['role']}) has no content; it must be a string or text parts")
         if tool_calls := read.pop("tool_calls", None):  # an empty list means none, too
             read["tool_calls"] = read_tool_calls(tool_calls, i)
         if thinking := read.get("reasoning") or read.get("reasoning_content"):

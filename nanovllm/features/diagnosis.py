@@ -185,7 +185,10 @@ def advise_on_adapter(folder: Path) -> str:
 
 
 def advise_on_name(model: str, path: Path) -> str:
-    """Return the model, shape or folder whose name resembles this one; else the forms that a name may have."""
+    """Return the id in a page's address, or the model, shape or folder whose name resembles this one; else the forms
+    that a name may have."""
+    if page := re.match(r"https?://[^/]+/(?:models/)?([\w.-]+/[\w.-]+)", model):
+        return f'a model is named by its id, not by its page: "{page[1]}"'
     names = [BOX, *PRESETS, *PRESETS.values()]
     by_small_letters = {name.lower(): name for name in names}
     near = difflib.get_close_matches(model.lower(), by_small_letters, n=1, cutoff=0.7)

@@ -1,5 +1,6 @@
 """Turns prompts, in every form that users give them, into token ids."""
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from numbers import Number
@@ -138,6 +139,8 @@ def read_prompt(prompt: Any) -> tuple[str | None, list[int] | None]:
         prompt = given.get("prompt_token_ids", given.get("prompt"))
     if isinstance(prompt, str):
         return prompt, None
+    if prompt is None or (isinstance(prompt, float) and math.isnan(prompt)):
+        raise ValueError(f"a prompt is {quote(prompt)}, as a table has where a row is empty: leave such rows out")
     if hasattr(prompt, "tolist"):  # a tensor or an array
         prompt = prompt.tolist()
     if isinstance(prompt, (bytes, bytearray, Mapping)) or not isinstance(prompt, Iterable):

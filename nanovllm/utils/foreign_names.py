@@ -49,7 +49,7 @@ def leave_out(
         if ANY not in accepted and not any(value == other for other in accepted):
             values = " or ".join(map(repr, accepted))
             instead = advice.get(name, f"give {values}, which changes nothing")
-            raise ValueError(f"{what}: {name}, which vLLM has, is not supported here as {quote(value)}: {instead}")
+            raise ValueError(f"{what}: {name}, which others have, is not supported here as {quote(value)}: {instead}")
     if ignored:
         _note_ignored(what, ", ".join(ignored))
     return {name: value for name, value in given.items() if name not in harmless}

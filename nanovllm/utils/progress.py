@@ -39,6 +39,8 @@ class ProgressBar(tqdm):  # type: ignore[misc]  # tqdm has no types
         """
         self._stats = stats
         self._before = dict(stats())
+        self._num_before = options.get("initial", 0)
+        self._num_running = 0
         self._since = time.perf_counter()
         super().__init__(dynamic_ncols=True, miniters=0, **options)
 
@@ -65,11 +67,14 @@ class ProgressBar(tqdm):  # type: ignore[misc]  # tqdm has no types
             text += f", {now['num_copied']} copied"
         if "num_blocks" in now:
             text += f", kv={1 - now['num_free_blocks'] / now['num_blocks']:.0%}"
+        if self._num_running and self.n == self._num_before:
+            text = f"{self._num_running} running, none has ended yet, {text}"
         return {**super().format_dict, "postfix": text}
 
     def planned(self, *_: object) -> None:
         """Do nothing when a step was planned."""
 
-    def finished(self, *_: object) -> None:
-        """Draw the bar, if it is time, after a step was read."""
+    def finished(self, number: int, step: Any, *_: object) -> None:
+        """Draw the bar, if it is time, after a step was read. `step` is its ScheduledStep."""
+        self._num_running = len(step.seqs)
         self.update(0)

@@ -34,6 +34,10 @@ _GIVEN_TOKENS = "score(prompts, continuations) gives the log-probabilities of to
 _EDITS = "logit_bias, bad_words, allowed_token_ids and structured_outputs do what most of them are for"
 _ONE_CACHE = "the KV cache stays within one engine"
 
+_LESS_MEMORY = (
+    'quantization="int8" rounds weights when they are loaded; for 4 bits load a checkpoint in AWQ, GPTQ or GGUF'
+)
+
 REST = "docs/porting.md lists the options of vLLM that are understood"
 """The advice for options of vLLM's that no row has."""
 
@@ -71,7 +75,9 @@ OPTIONS = (
     Row("generation_config", ("auto",)),
     Row("tokenizer_revision code_revision", ("main",)),
     Row("cpu_offload_gb", (0,)),
-    # These are nano-vLLM's.
+    # These are transformers' and the original nano-vLLM's.
+    Row("load_in_4bit load_in_8bit", (False,), _LESS_MEMORY),
+    Row("quantization_config", (None, {}), _LESS_MEMORY),
     Row("hf_config", (None,)),
     Row("eos", (-1,)),
 )

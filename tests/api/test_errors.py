@@ -158,6 +158,41 @@ def test_bad_sampling_params_are_refused(params: Any, message: str, llm: LLM) ->
     assert_refused_and_usable(llm, lambda: llm.generate([[1], [2]], params), message)
 
 
+@pytest.mark.parametrize("role", ["user", "system", "tool"])
+@pytest.mark.parametrize("message", [{"content": None}, {}])
+def test_a_message_without_a_content_is_refused_by_its_number(
+    message: dict[str, Any], role: str, with_text: LLM
+) -> None:
+    messages = [{"role": "user", "content": "hi"}, {"role": role, **message}]
+    with pytest.raises(ValueError, match=rf"^message 1 \({role}\) has no content"):
+        with_text.chat(messages, use_tqdm=False)
+
+
+@pytest.mark.parametrize("hole", [None, float("nan"), np.float64("nan")])
+def test_an_empty_row_of_a_table_is_named(hole: Any, with_text: LLM) -> None:
+    for call in (with_text.generate, with_text.embed):
+        with pytest.raises(ValueError, match=r"^prompt 2: a prompt is .*, as a table has where a row is empty"):
+            call(["a", "b", hole], use_tqdm=False)
+
+
+def test_a_variable_that_the_template_does_not_read_is_told_once(
+    with_text: LLM, caplog: pytest.LogCaptureFixture
+) -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    given = {"enable_thinkin": False, "enable_thinking": False, "chat_template": "{{ mine }} {{ messages[0].content }}"}
+    for _ in range(3):
+        with_text.render_chat(messages, chat_template_kwargs=given | {"mine": 1, "tools": None})
+    assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [
+        "the chat template does not read 'enable_thinkin'; did you mean 'enable_thinking'?"
+    ]
+
+
+@pytest.mark.parametrize("name", ["load_in_4bit", "load_in_8bit"])
+def test_rounding_at_load_that_transformers_has_leads_to_ours(name: str) -> None:
+    with pytest.raises(ValueError, match=f'{name}, which others have, .* as True: quantization="int8"'):
+        LLM("tiny-qwen3", **{name: True})
+
+
 @pytest.mark.parametrize("messages", [None, [], "hello", [[]], [{"content": "hi"}], [["hi"]], [None], 5])
 def test_a_bad_conversation_is_refused(messages: Any, with_text: LLM) -> None:
     assert_refused_and_usable(with_text, lambda: with_text.chat(messages, GREEDY), "conversation")
@@ -420,7 +455,7 @@ VLLM_REFUSED: dict[str, Any] = {
 def test_an_option_of_vllms_that_would_change_something_is_refused_by_name(
     name: str, value: Any, random_model: Path
 ) -> None:
-    with pytest.raises(ValueError, match=f"{name}, which vLLM has, is not supported here"):
+    with pytest.raises(ValueError, match=f"{name}, which others have, is not supported here"):
         LLM(random_model, **{name: value})
 
 

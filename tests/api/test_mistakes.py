@@ -44,6 +44,19 @@ def shards(tmp_path: Path) -> Path:
     return tmp_path / "shards"
 
 
+@pytest.mark.parametrize(
+    ("page", "meant"),
+    [
+        ("https://huggingface.co/Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B"),
+        ("https://huggingface.co/meta-llama/Llama-3.2-1B/tree/main", "meta-llama/Llama-3.2-1B"),
+        ("http://mirror.example:8080/Qwen/Qwen3-0.6B?x=1", "Qwen/Qwen3-0.6B"),
+        ("https://modelscope.cn/models/Qwen/Qwen3-0.6B/summary", "Qwen/Qwen3-0.6B"),
+    ],
+)
+def test_the_address_of_a_page_is_answered_with_the_id_in_it(page: str, meant: str) -> None:
+    assert fail(page).endswith(f'a model is named by its id, not by its page: "{meant}"')
+
+
 # ---- other formats
 
 

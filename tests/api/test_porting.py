@@ -158,7 +158,7 @@ REFUSED = {
 def test_what_would_be_lost_is_not_left_out_but_done_otherwise() -> None:
     for what, fields in REFUSED.items():
         for name, value in fields.items():
-            with pytest.raises(ValueError, match=f"^{what}: {name}, which vLLM has, is not supported here") as error:
+            with pytest.raises(ValueError, match=f"^{what}: {name}, which others have, is not supported here") as error:
                 translate_names({name: value}, what)
             assert str(error.value).endswith(ADVICE[name]) and "leave" not in str(error.value)
             assert translate_names({name: None}, what) == {}, "None asks for the default"
@@ -266,7 +266,7 @@ def test_other_names_for_sampling_are_translated() -> None:
     assert make(guided_choice=["a", "b"], guided_regex=None) == SamplingParams(
         structured_outputs={"choice": ["a", "b"]}
     )
-    with pytest.raises(ValueError, match="use_beam_search, which vLLM has, is not supported here as True: n=8 and"):
+    with pytest.raises(ValueError, match="use_beam_search, which others have, is not supported here as True: n=8 and"):
         make(use_beam_search=True)
 
 

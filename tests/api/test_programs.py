@@ -127,7 +127,7 @@ def test_langchain_gives_the_greedy_text_and_loses_no_option(interpreter: str) -
     assert found["batch"] == found["expected"]
     assert found["text"] == found["expected"][0]
     assert found["stopped"] == found["text"].split(found["text"][-1])[0]
-    assert "best_of, which vLLM has, is not supported here as 4" in found["refused"]
+    assert "best_of, which others have, is not supported here as 4" in found["refused"]
 
 
 def test_llama_index_gives_the_greedy_text(other_interpreter: str) -> None:

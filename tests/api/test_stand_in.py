@@ -195,9 +195,9 @@ def test_defaults_are_vllms_and_what_would_mean_something_else_is_refused(vllm: 
         vllm.SamplingParams().max_token = 3
     for given in ({"best_of": 2}, {"logits_processors": [print]}, {"truncate_prompt_tokens": 4}):
         assert given.keys() <= vllm.SamplingParams.__annotations__.keys(), "clients leave out what is not there"
-        with pytest.raises(ValueError, match="which vLLM has, is not supported here"):
+        with pytest.raises(ValueError, match="which others have, is not supported here"):
             vllm.SamplingParams(**given)
-    with pytest.raises(ValueError, match="hf_overrides, which vLLM has, is not supported here"):
+    with pytest.raises(ValueError, match="hf_overrides, which others have, is not supported here"):
         vllm.LLM(BOX_MODEL, hf_overrides={"a": 1})
     with vllm.LLM(BOX_MODEL, **OPTIONS) as llm:
         assert llm.llm_engine.model_config.max_model_len == llm.model_config.max_model_len == 96
@@ -254,7 +254,9 @@ def test_encode_gives_the_vectors_of_embed_and_cuts_long_prompts(vllm: Any) -> N
             assert [one.outputs.data.tolist() for one in found] == [one.embedding.tolist() for one in expected]
             inner = llm.embed(texts, tokenization_kwargs={"truncate_prompt_tokens": limit}, use_tqdm=False)
             assert [one.embedding.tolist() for one in inner] == [one.embedding.tolist() for one in expected]
-        with pytest.raises(ValueError, match=r"tokenization_kwargs, which vLLM has, is not supported here as {'a': 1}"):
+        with pytest.raises(
+            ValueError, match=r"tokenization_kwargs, which others have, is not supported here as {'a': 1}"
+        ):
             llm.embed(texts, tokenization_kwargs={"a": 1, "truncate_prompt_tokens": -1})
         for task in (None, "classify", "token_embed"):
             with pytest.raises(ValueError, match=r"pooling_task is .*; it must be one of embed"):
@@ -430,7 +432,7 @@ def test_vllms_loop_ends_the_requests_that_are_named(llm: VllmLLM) -> None:
 def test_arguments_of_embed_that_cannot_be_had_are_refused() -> None:
     make: Any = PoolingParams
     assert make(task="embed", dimensions=3).dimensions == 3
-    with pytest.raises(ValueError, match=r"late_chunking_params, which vLLM has, .*: embed each chunk as a prompt"):
+    with pytest.raises(ValueError, match=r"late_chunking_params, which others have, .*: embed each chunk as a prompt"):
         make(late_chunking_params={"chunk_size": 3})
     with pytest.raises(TypeError, match="PoolingParams has no option 'dimension'; did you mean 'dimensions'"):
         make(dimension=3)
@@ -496,7 +498,9 @@ def test_arguments_of_methods_are_answered_as_options_are(method: str, llm: Vllm
     call: Any = getattr(llm, method)
     for name in ACCEPTED["methods"].keys() - signature(call).parameters.keys():
         if name in ADVICE:
-            with pytest.raises(ValueError, match=re.escape(f"{method}: {name}, which vLLM has, is not supported here")):
+            with pytest.raises(
+                ValueError, match=re.escape(f"{method}: {name}, which others have, is not supported here")
+            ):
                 call(*positional, **{name: {"x": 1}})
     with pytest.raises(TypeError, match=f"{method} has no option 'anything'; the options are"):
         call(*positional, anything=1)

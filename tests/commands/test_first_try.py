@@ -195,3 +195,11 @@ def test_both_have_help_without_torch(command: str) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
     assert shown.stdout.endswith("[]\n") and f"nanovllm {command}" in shown.stdout
+
+
+@pytest.mark.parametrize(("option", "value"), [("--max-tokens", "-1"), ("--temperature", "-1")])
+def test_chat_refuses_a_wrong_value_before_it_looks_for_the_model(
+    option: str, value: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert main(["chat", "no/such-model", option, value]) != 0
+    assert option.strip("-").replace("-", "_") in caplog.text and "such-model" not in caplog.text

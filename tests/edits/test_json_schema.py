@@ -225,10 +225,10 @@ def _bytes_of(choice: str) -> str:
         ({"choice": ["\ud800"]}, "surrogates"),
         ({"grammar": b"start: a"}, "grammar is b'start: a'"),
         ({"json_object": False}, "json_object is False"),
-        ({"structural_tag": "{}"}, "structural_tag, which vLLM has"),
-        ({"regex": "a", "whitespace_pattern": " "}, "whitespace_pattern, which vLLM has"),
-        ({"regex": "a", "disable_any_whitespace": True}, "disable_any_whitespace, which vLLM has"),
-        ({"regex": "a", "disable_additional_properties": True}, "disable_additional_properties, which vLLM has"),
+        ({"structural_tag": "{}"}, "structural_tag, which others have"),
+        ({"regex": "a", "whitespace_pattern": " "}, "whitespace_pattern, which others have"),
+        ({"regex": "a", "disable_any_whitespace": True}, "disable_any_whitespace, which others have"),
+        ({"regex": "a", "disable_additional_properties": True}, "disable_additional_properties, which others have"),
     ],
 )
 def test_exactly_one_of_five_is_given_and_vllms_other_fields_are_refused_by_name(

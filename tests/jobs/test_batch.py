@@ -705,4 +705,4 @@ def test_the_bar_of_a_job_moves_while_its_first_line_runs(
     config = EngineConfig(str(reciter), max_model_len=64)
     assert run_job(Job(str(source), str(tmp_path / "out"), config, "m")) == Status.OK
     drawn = {part for part in capfd.readouterr().err.split("\r") if "0/1" in part}
-    assert len(drawn) > 10
+    assert len(drawn) > 10 and any("1 running, none has ended yet" in part for part in drawn)

@@ -312,7 +312,7 @@ class ReplicatedEngine(LLMEngine):
             raise
         bars: list[Any] = self.observers
         for bar in bars:
-            bar.finished()
+            bar.update(0)
         return finished
 
     def _deal_out(self) -> None:
