@@ -18,6 +18,9 @@ STEP = 3
 """The step whose numbers the picture shows: two sequences decode, one prompt is finished, and another one begins."""
 STORIES = [f"tell me a story about a {animal} and a friend who" for animal in ("fox", "cat", "dog", "owl")]
 
+CHAPTERS = {int(path.name.partition("-")[0]): path.stem for path in Path(__file__).parent.glob("[0-9]*.md")}
+"""The name of each chapter's file, by its number. The site makes links to its pages of those in the picture."""
+
 HOST = "#0072b2"
 DEVICE = "#b35f00"
 LINK = "#4a525d"
@@ -139,14 +142,17 @@ def draw_box(part: Part, number: str) -> str:
     x, y = place(part)
     colour = DEVICE if part.on_device else HOST
     name = part.symbol.partition("#")[2]
-    chapters = ("chapters " if len(part.chapters) > 1 else "chapter ") + ", ".join(map(str, part.chapters))
+    word = "chapters " if len(part.chapters) > 1 else "chapter "
+    links = ", ".join(f'<a href="{CHAPTERS[chapter]}.md">{chapter}</a>' for chapter in part.chapters)
     lines = [
+        f'<a href="{CHAPTERS[part.chapters[0]]}.md">',
         f'<rect x="{x}" y="{y}" width="{WIDTH}" height="{HEIGHT}" rx="8" fill="#ffffff" stroke="{colour}" '
         'stroke-width="2"/>',
         f'<text x="{x + 12}" y="{y + 25}" font-size="15" font-weight="600" fill="#16191d">{escape(part.title)}</text>',
         f'<text x="{x + 12}" y="{y + 46}" font-size="13" fill="{colour}">{escape(name)}</text>',
         f'<text x="{x + 12}" y="{y + 67}" font-size="13" fill="#16191d">{escape(number)}</text>',
-        f'<text x="{x + 12}" y="{y + 86}" font-size="12" fill="{LINK}">{chapters}</text>',
+        "</a>",
+        f'<text x="{x + 12}" y="{y + 86}" font-size="12" fill="{LINK}">{word}{links}</text>',
     ]
     return "\n".join(lines)
 
@@ -201,7 +207,7 @@ def draw_place(chapter: int) -> str:
     names = {"prompts": "tokens", "prepare": "check", "result": "wait", "prefix": "prefixes", "output": "text"}
     box = 108
     width = 8 + 3 * (box + 8)
-    height = 8 + 5 * 31
+    height = 8 + 5 * 31 + 24
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
         f'viewBox="0 0 {width} {height}" {FONT}>',
@@ -219,6 +225,13 @@ def draw_place(chapter: int) -> str:
             f'<text x="{x + box / 2}" y="{y + 17}" font-size="13" text-anchor="middle" fill="{ink}">'
             f"{names.get(name, name)}</text>",
         ]
+    x = 8
+    for colour, words in ((HOST, "plans"), (DEVICE, "computes"), (LINK, "filled: this chapter")):
+        lines += [
+            f'<rect x="{x}" y="{height - 19}" width="12" height="12" rx="3" fill="{colour}"/>',
+            f'<text x="{x + 17}" y="{height - 8}" font-size="13" fill="{LINK}">{words}</text>',
+        ]
+        x += 70 if colour == HOST else 90
     return "\n".join([*lines, "</svg>\n"])
 
 
