@@ -1,3 +1,5 @@
+// Three parts: what helps the keyboard, the questions of the guide, and the playground of chapter 7.
+
 // For the keyboard and for screen readers: whatever scrolls sideways can be focused, so that the arrow keys move it; each
 // code block's buttons have a name of their own; and the menu of a narrow screen opens with Enter, as the theme's other
 // labels do.
@@ -17,5 +19,115 @@ function mendPage() {
 addEventListener("keydown", (event) => {
   if (event.key === "Escape") document.getElementById("__drawer").checked = false;
 });
+
+// A question's options can be chosen, and each has its own line of explanation: it is that of the answer, which stays
+// below. Without this script the answer unfolds.
+function makeQuizzes() {
+  const answers = [...document.querySelectorAll(".md-typeset details")]
+    .filter((part) => part.querySelector("summary").textContent === "Answer" && part.previousElementSibling.matches("ul"));
+  answers.forEach((answer, number) => {
+    const text = answer.querySelector("p").textContent.replace(/\s+/g, " ");
+    const right = text[1];
+    const about = new Map([[right, "Right. " + text.slice(4).split(/Not \(\w\): /)[0].trim()]]);
+    for (const [, letter, words] of text.matchAll(/Not \((\w)\): (.*?)(?= Not \(|$)/g)) about.set(letter, "No: " + words);
+    const list = answer.previousElementSibling;
+    const said = document.createElement("p");
+    said.className = "said";
+    said.setAttribute("role", "status");
+    list.classList.add("quiz");
+    list.setAttribute("role", "radiogroup");
+    list.setAttribute("aria-label", `Question ${number + 1}`);
+    for (const item of list.children) {
+      const letter = item.textContent.trim()[1];
+      const label = document.createElement("label");
+      const choice = document.createElement("input");
+      choice.type = "radio";
+      choice.name = `question-${number}`;
+      choice.addEventListener("change", () => {
+        said.textContent = about.get(letter);
+        said.classList.toggle("right", letter === right);
+      });
+      label.append(choice, ...item.childNodes);
+      item.setAttribute("role", "presentation");
+      item.append(label);
+    }
+    list.after(said);
+  });
+}
+
+// Temperature and filters over the probabilities that the built-in model gave once: the rules are those of ops/sample.py.
+const SHOWN = 12;
+const SLIDERS = [
+  ["temperature", 0, 2, 0.05, 1], ["top-k", 1, 50, 1, 50], ["top-p", 0.05, 1, 0.05, 1], ["min-p", 0, 0.5, 0.01, 0],
+];
+
+// Returns the probability of each token, given their log-probabilities from the likeliest on; 0 if a filter drops it.
+function filterTokens(logprobs, { temperature, "top-k": topK, "top-p": topP, "min-p": minP }) {
+  if (temperature === 0) return logprobs.map((_, i) => (i === 0 ? 1 : 0));
+  const share = (weights) => {
+    const sum = weights.reduce((total, weight) => total + weight, 0);
+    return weights.map((weight) => weight / sum);
+  };
+  const weights = logprobs.map((logprob) => Math.exp((logprob - logprobs[0]) / temperature));
+  const kept = share(weights.map((weight, i) => (i < topK ? weight : 0)));
+  let before = 0;
+  return share(kept.map((probability) => {
+    const stays = before < topP && probability >= minP * kept[0];
+    before += probability;
+    return stays ? probability : 0;
+  }));
+}
+
+function makePlayground() {
+  const place = document.getElementById("playground");
+  if (!place) return;
+  const rows = JSON.parse(document.getElementById("logits").textContent);
+  const logprobs = rows.map(([, logprob]) => logprob);
+  const make = (tag, parent, className = "") => {
+    const part = document.createElement(tag);
+    part.className = className;
+    parent.append(part);
+    return part;
+  };
+  make("p", place).textContent = "Move the sliders: these are the tokens after “tell me a story about”.";
+  const controls = make("div", place, "sliders");
+  const inputs = new Map();
+  for (const [name, min, max, step, value] of SLIDERS) {
+    const label = make("label", controls);
+    const shown = make("b", label);
+    const input = make("input", label);
+    Object.assign(input, { type: "range", min, max, step, value });
+    input.setAttribute("aria-label", name);
+    input.addEventListener("input", show);
+    inputs.set(name, [input, shown]);
+  }
+  const bars = make("ol", place, "bars");
+  const lines = rows.slice(0, SHOWN).map(([text]) => {
+    const line = make("li", bars);
+    make("code", line).textContent = text.replaceAll(" ", "␣").replaceAll("\n", "⏎");
+    return { bar: make("i", line), number: make("span", line) };
+  });
+  const rest = make("p", place);
+  rest.setAttribute("role", "status");
+  function show() {
+    const settings = {};
+    for (const [name, [input, shown]] of inputs) {
+      settings[name] = Number(input.value);
+      shown.textContent = `${name} ${input.value}`;
+    }
+    const found = filterTokens(logprobs, settings);
+    lines.forEach(({ bar, number }, i) => {
+      bar.style.width = `${60 * found[i]}%`;
+      number.textContent = found[i] ? `${(100 * found[i]).toFixed(1)} %` : "dropped";
+    });
+    const left = found.filter((probability) => probability > 0).length;
+    const others = found.slice(SHOWN).reduce((sum, probability) => sum + probability, 0);
+    rest.textContent = `${left} of ${rows.length} tokens can be drawn; those that are not shown have ${(100 * others).toFixed(1)} %.`;
+  }
+  show();
+}
+
+addEventListener("load", makeQuizzes);
+addEventListener("load", makePlayground);
 addEventListener("load", mendPage);
 addEventListener("resize", mendPage);

@@ -5,6 +5,7 @@ definition. The project has no address of its own yet, so a link to any other fi
 """
 
 import ast
+import json
 import re
 import sys
 from dataclasses import MISSING, fields
@@ -28,6 +29,11 @@ DEMO = "<!-- the demo -->"
 """Where the front page and the guide's first page link to the demo, a page that only the site has."""
 ESTIMATOR = "<!-- the estimator -->"
 """Where docs/estimator.md has its controls. They need a script, so only the site has them."""
+LISTS = ("api.md", "CHANGELOG.md", "tried.md", "guide/map.md")
+"""Pages that name everything once. A search finds the page that explains a thing before them."""
+PLAYGROUND = "<!-- the playground -->"
+"""Where chapter 7 has sliders for temperature and filters. They need a script, so only the site has them."""
+PICTURE = re.compile(r'<img alt="([^"]*)" src="[^"]*engine\.svg"\s*/?>')
 LEXERS = {".py": PythonLexer(), ".json": JsonLexer()}
 """Of the files that become pages, by their suffix."""
 SOURCE_HEAD = """\
@@ -131,6 +137,8 @@ def names_of(node: Any) -> list[str]:
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Rewrite the links of a page of docs/. mkdocs calls it for every page; those of the root are done already."""
     name = page.file.src_uri
+    if name in LISTS:
+        page.meta["search"] = {"boost": 0.3}
     if name in PAGES.values():
         return markdown
     if re.match(r"guide/\d", name):
@@ -143,14 +151,30 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Put the estimator into its page. mkdocs calls it for every page, after it has made HTML of it.
+    """Put the estimator, the playground and the engine's picture into their pages. mkdocs calls it for every page, after it has made HTML of it.
 
     A heading of a column without words becomes an empty cell: a screen reader would announce a heading without a name.
     """
     from docs.estimator import render_estimator
 
     html = re.sub(r"<th([^>]*)></th>", r"<td\1></td>", html)
+    html = PICTURE.sub(inline_engine, html)
+    html = html.replace(PLAYGROUND, render_playground())
     return html.replace(ESTIMATOR, render_estimator()) if ESTIMATOR in html else html
+
+
+def inline_engine(image: re.Match[str]) -> str:
+    """Return the picture of the engine as a part of the page, so that its boxes open their chapters."""
+    picture = (ROOT / "docs" / "guide" / "engine.svg").read_text(encoding="utf-8")
+    picture = re.sub(r'href="([\w-]+)\.md"', r'href="../\1/"', picture)
+    return picture.replace("<svg ", f'<svg class="engine" role="group" aria-label="{image[1]}" ', 1)
+
+
+def render_playground() -> str:
+    """Return the place of the sliders of chapter 7, with the probabilities that they change."""
+    rows = json.loads((ROOT / "docs" / "guide" / "logits.json").read_text(encoding="utf-8"))
+    data = json.dumps(rows).replace("<", "\\u003c")
+    return f'<div id="playground"></div><script type="application/json" id="logits">{data}</script>'
 
 
 def on_post_page(output: str, **_: Any) -> str:

@@ -5,6 +5,7 @@ The window's picture needs Chromium with its driver, and selenium.
 
 import argparse
 import itertools
+import json
 import shutil
 import tempfile
 import time
@@ -483,6 +484,16 @@ PICTURES: dict[str, Callable[[], Figure]] = {
 }
 
 
+def record_logits(path: Path) -> None:
+    """Write [text, log-probability] of every token after chapter 7's prompt, the likeliest first: for the site."""
+    params = SamplingParams(temperature=1, max_tokens=1, logprobs=664)
+    with LLM("tiny-qwen3", **TINY) as llm:
+        (output,) = llm.generate(["tell me a story about"], params, use_tqdm=False)
+        found = sorted(output["logprobs"][0].items(), key=lambda pair: -pair[1])
+        rows = [[llm.token_text(token), round(logprob, 3)] for token, logprob in found]
+    path.write_text(json.dumps(rows), encoding="utf-8")
+
+
 def record_demo(trace: Path) -> None:
     """Record the run that the window's picture and the site's demo show: 48 chats, and too small a cache."""
     rules = {"role": "system", "content": "You are a helpful assistant. Answer in one short sentence, and be kind. "}
@@ -494,15 +505,13 @@ def record_demo(trace: Path) -> None:
 
 
 def photograph(output: Path) -> None:
-    """Take a picture of the window in headless Chromium."""
+    """Take a picture of the window of demo.json, which stands behind it on the site, in headless Chromium."""
     from selenium import webdriver
     from selenium.webdriver.chrome.service import Service
 
     with tempfile.TemporaryDirectory() as folder:
-        trace = Path(folder) / "run.json"
         page = Path(folder) / "run.html"
-        record_demo(trace)
-        run = write_page(trace, page)
+        run = write_page(output / "demo.json", page)
         victim, step = next((what["preempted"][0], k) for _, k, what in run.records if "preempted" in what)
         chromium = webdriver.ChromeOptions()
         for flag in ("headless", "no-sandbox", "disable-gpu", "hide-scrollbars", "window-size=1060,1350"):
@@ -524,7 +533,7 @@ def main(arguments: list[str] | None = None) -> None:
         "names",
         nargs="*",
         metavar="NAME",
-        help=f"of {', '.join((*PICTURES, 'engine', 'window', 'demo'))} (default: all but demo)",
+        help=f"of {', '.join((*PICTURES, 'engine', 'window', 'demo', 'logits'))} (default: all but the last two)",
     )
     options = parser.parse_args(arguments)
     plt.rcParams |= {"svg.hashsalt": "nanovllm", "font.size": 10, "svg.fonttype": "path"}
@@ -534,6 +543,9 @@ def main(arguments: list[str] | None = None) -> None:
             continue
         if name == "demo":
             record_demo(options.output / "demo.json")
+            continue
+        if name == "logits":
+            record_logits(options.output / "logits.json")
             continue
         if name == "engine":
             big_picture.write_pictures(options.output)

@@ -183,7 +183,9 @@ class Estimate:
         room = self.device.describe_room(config)
         if config.kvcache_memory_bytes is not None:
             room = "the KV cache gets kvcache_memory_bytes"
-        states = [(f"states of {config.max_num_seqs} sequences", _gib(memory.states))] if memory.states else []
+        states = (
+            [(f"states of {_count(config.max_num_seqs, 'sequence')}", _gib(memory.states))] if memory.states else []
+        )
         rows = [
             ("runs", self.code),
             ("parameters", f"{self.num_parameters:,} in all"),
@@ -202,8 +204,14 @@ class Estimate:
 
     def _verdict(self) -> str:
         if self.fits:
-            most = min(int(self.num_sequences), self.config.max_num_seqs)
-            return f"It fits: {most} full-length sequences run at a time, and more of them the shorter they are."
+            asked = self.config.max_num_seqs
+            most = min(int(self.num_sequences), asked)
+            if most == asked:
+                return f"It fits: {_count(asked, 'sequence')} at a time, each as long as it may be."
+            return (
+                f"It fits: {most} of {_count(asked, 'sequence')} (max_num_seqs) at full length; the other "
+                f"{asked - most} wait, or fewer of them if sequences are shorter."
+            )
         lacking = f"one sequence of {self.config.max_model_len:,} tokens" if self.kv_budget > 0 else "the model"
         advice = "; or ".join(self.advice) or f"no option alone, but {self.device.larger}"
         return f"It does not fit: there is no room for {lacking}. What would help: {advice}."
@@ -215,6 +223,10 @@ def describe_code(sizes: Sizes) -> str:
     if count_modules is None:
         return "natively"
     return "through transformers' code; {} of {} modules are ours".format(*count_modules())
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _gib(size: int) -> str:

@@ -276,7 +276,9 @@ def test_a_job_whose_lines_have_no_max_tokens_is_estimated_at_a_typical_length_t
 def test_a_length_that_is_left_out_is_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
     status, shown = run(capsys, "qwen3-8b", "--gpu-memory", "24GB")
     (length,) = map(int, re.findall(r"sequences of ([\d,]+) tokens", shown.replace(",", "")))
-    assert status == 0 and "It fits: 1 full-length" in shown and 4096 < length < 40960
+    assert (
+        status == 0 and "It fits: 1 of 512 sequences (max_num_seqs) at full length" in shown and 4096 < length < 40960
+    )
     assert run(capsys, "qwen3-8b", "--gpu-memory", "24GB", "--max-model-len", str(length))[0] == 0
     assert run(capsys, "qwen3-8b", "--gpu-memory", "24GB", "--max-model-len", str(length + 1))[0] == 1
     assert "sequences of 40,960 tokens" in run(capsys, "qwen3-8b", "--gpu-memory", "80GB")[1]

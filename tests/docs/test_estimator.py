@@ -92,7 +92,7 @@ def test_bytes_and_operations_of_a_step_are_those_of_the_benchmark(page: Any) ->
         name = page.find_element("id", "est-model").get_property("value")
         dtype = getattr(torch, page.find_element("id", "est-dtype").get_property("value"))
         context = int(shown["command"].partition("--max-model-len ")[2].split()[0])
-        running = int(read_numbers(shown["speed"], "With ", " sequences"))
+        running = int(read_numbers(shown["speed"], "With ", " sequence"))
         model = Model(load_model_config(preset_config(name), name), dtype)
         cost = step_cost(model, nothing, [(context - 1, 1)] * running, running)
         assert read_numbers(shown["speed"], " and does ", " billion") == pytest.approx(cost.flops / 1e9, abs=0.051)

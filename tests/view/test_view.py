@@ -536,6 +536,32 @@ def test_two_runs_go_step_by_step_together(browser, tmp_path):
     assert not [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"]
 
 
+def test_the_last_lane_shows_the_requests_that_live_in_the_visible_steps(browser, tmp_path):
+    run_small(tmp_path / "run.json", num_requests=600)
+    page = Page(browser, tmp_path / "run.json")
+    alive = """
+    const inView = ({ from, to }) => from < view.to && to >= view.from;
+    return [rows, order.filter((id) => requests.get(id).life.some(inView)), requests.size]
+    """
+    rows, lives, count = browser.execute_script(alive)
+    assert rows == lives and len(rows) == count == 600
+    for _ in range(6):
+        page.press("+")
+    rows, lives, _ = browser.execute_script(alive)
+    assert rows == lives and 6 <= len(rows) < 60
+    browser.execute_script("choose(599)")
+    assert browser.execute_script(alive)[0] == [*rows, 599], "the chosen one is shown, too"
+    assert page.errors() == []
+
+
+def test_a_request_s_text_scrolls_by_keyboard(page):
+    page.press("]")
+    tokens = page.browser.find_element("id", "tokens")
+    page.browser.find_elements("css selector", "#life ol button")[-1].send_keys("\ue004")  # Tab
+    assert page.browser.switch_to.active_element == tokens
+    assert tokens.aria_role == "region" and tokens.accessible_name == "its tokens so far"
+
+
 def test_the_demo_of_the_site_shows_every_kind_of_event(browser, tmp_path):
     shutil.copy(ROOT / "docs" / "guide" / "demo.json", tmp_path / "demo.json")
     page = Page(browser, tmp_path / "demo.json")

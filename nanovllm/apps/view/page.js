@@ -396,9 +396,21 @@ const LIFE = {
   waiting: ["waiting", 0.2], preempted: ["preempted", 0.2], prefill: ["prefill", 1], decode: ["decode", 0.55],
 };
 
+// The requests that the last lane shows, one a row: those that live in the visible steps. If these are many, those that
+// only wait there are left out. The chosen one is always among them.
+const MANY = 60;
+let rows = [];
+function findRows() {
+  const lives = (id, waits) => id === chosen || requests.get(id).life
+    .some(({ kind, from, to }) => from < view.to && to >= view.from && (waits || kind !== "waiting"));
+  const alive = order.filter((id) => lives(id, true));
+  return alive.length <= MANY ? alive : alive.filter((id) => lives(id, false));
+}
+
 function drawRequests(g, width, lane) {
   frameLane(g, width, lane);
-  const pitch = lane.h / Math.max(order.length, 1);
+  rows = findRows();
+  const pitch = lane.h / Math.max(rows.length, 1);
   let thickness = Math.max(Math.min(pitch * 0.85, 12), 1);
   g.save();
   g.beginPath(); g.rect(LEFT, lane.y, width - LEFT - RIGHT, lane.h); g.clip();
@@ -412,14 +424,14 @@ function drawRequests(g, width, lane) {
       if (kind === "preempted" && pitch >= 2.5) shapes.preemption(g, x - 3, middle - 3.5, 7);
     }
   };
-  order.forEach(drawLife);
+  rows.forEach(drawLife);
   if (chosen !== null) {
-    const row = order.indexOf(chosen), middle = lane.y + (row + 0.5) * pitch;
+    const row = rows.indexOf(chosen), middle = lane.y + (row + 0.5) * pitch;
     g.fillStyle = color.page; g.fillRect(LEFT, middle - 7, width, 14);
     g.strokeStyle = color.text; g.strokeRect(LEFT - 2, middle - 7, width, 14);
     thickness = 10;
     drawLife(chosen, row);
-    drawGifts(g, width, (id) => lane.y + (order.indexOf(id) + 0.5) * pitch);
+    drawGifts(g, width, (id) => lane.y + (rows.indexOf(id) + 0.5) * pitch);
   }
   g.restore();
   key(g, width, lane, [["waits", (g, x, y, s) => { g.fillStyle = color.waiting; g.fillRect(x, y + s / 2 - 1, s, 2); }],
@@ -653,6 +665,9 @@ function buildRequest() {
   }
   state.id = "request-state";
   tokens.id = "tokens";
+  tokens.tabIndex = 0;  // the arrow keys scroll it
+  tokens.setAttribute("role", "region");
+  tokens.setAttribute("aria-label", "its tokens so far");
   blocks.id = "request-blocks";
   request.tokens.forEach((id, i) => {
     const span = document.createElement("span");
@@ -878,8 +893,8 @@ function bind() {
     dragging = true;
     $("lanes").setPointerCapture(event.pointerId);
     go(stepUnder(event));
-    const lane = lanes[lanes.length - 1], row = Math.floor(((event.offsetY - lane.y) / lane.h) * order.length);
-    if (event.offsetY >= lane.y && row < order.length) choose(order[row]);
+    const lane = lanes[lanes.length - 1], row = Math.floor(((event.offsetY - lane.y) / lane.h) * rows.length);
+    if (event.offsetY >= lane.y && row < rows.length) choose(rows[row]);
   });
   $("lanes").addEventListener("pointermove", (event) => { if (dragging) go(stepUnder(event)); });
   $("lanes").addEventListener("pointerup", () => { dragging = false; });
