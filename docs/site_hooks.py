@@ -151,7 +151,9 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Put the estimator, the playground and the engine's picture into their pages. mkdocs calls it for every page, after it has made HTML of it.
+    """Put the estimator, the playground and the engine's picture into their pages.
+
+    mkdocs calls it for every page, after it has made HTML of it.
 
     A heading of a column without words becomes an empty cell: a screen reader would announce a heading without a name.
     """

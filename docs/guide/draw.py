@@ -519,7 +519,7 @@ def photograph(output: Path) -> None:
         driver = webdriver.Chrome(options=chromium, service=Service(shutil.which("chromedriver")))
         try:
             driver.get(f"file://{page}")
-            driver.execute_script("choose(arguments[0]); go(arguments[1])", victim, step - 3)
+            driver.execute_script("visit(TOUR.length); choose(arguments[0]); go(arguments[1])", victim, step - 3)
             time.sleep(0.5)
             driver.save_screenshot(str(output / "window.png"))
         finally:
