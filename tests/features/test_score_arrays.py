@@ -1,5 +1,6 @@
 """Scores as arrays are transformers' and those of `prompt_logprobs`, whatever computes them and in which pieces."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -89,13 +90,17 @@ def test_ranks_give_the_same_arrays(random_model: Path, local_ranks: None) -> No
         np.testing.assert_allclose(one.token_logprobs, two.token_logprobs, atol=1e-3)
 
 
-def test_what_cannot_be_scored_is_refused(random_model: Path) -> None:
+def test_what_cannot_be_scored_is_refused(random_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with open_model(random_model) as llm:
         for top in (0, llm.engine.config.vocab_size + 1):
             with pytest.raises(ValueError, match=f"top is {top}"):
                 llm.score_arrays([[1, 2]], top)
         with pytest.raises(ValueError, match=r"130 tokens.*at most 129"):
             llm.score_arrays([[1] * 130])
+        with monkeypatch.context() as changed:
+            changed.setattr(llm.engine, "config", replace(llm.engine.config, data_parallel_size=2))
+            with pytest.raises(ValueError, match="data_parallel_size is 2"):
+                llm.score_arrays([[1, 2]])
         assert llm.score_arrays([]) == []
         assert len(llm.score_arrays([[1, 2]], use_tqdm=False)) == 1
         with torch.no_grad():

@@ -164,7 +164,7 @@ class Teaching:
         """Raises a ValueError if the model has fewer tokens than are asked for."""
         self._work = work
         self._llm = llm
-        self._params = make_params(work.job.top, llm.engine.config.vocab_size)
+        self._params = make_params(llm, work.job.top)
         self._last = work.shards.progress.last_line
         """The last line that earlier runs have written."""
         self._ids = DigestSet()

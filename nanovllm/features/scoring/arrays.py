@@ -9,7 +9,7 @@ from nanovllm.engine.sequence import Sequence
 from nanovllm.outputs import ScoreArrays
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.prompts import list_prompts
-from nanovllm.utils.checks import as_integer
+from nanovllm.utils.checks import as_integer, refuse
 
 
 def score_arrays(llm: Any, prompts: Any, top: int, show: bool) -> list[ScoreArrays]:
@@ -20,15 +20,22 @@ def score_arrays(llm: Any, prompts: Any, top: int, show: bool) -> list[ScoreArra
         show: draw progress bars.
     """
     llm.engine.claim.check()
-    params = make_params(top, llm.engine.config.vocab_size)
+    params = make_params(llm, top)
     requests = llm.prepare_requests(list_prompts(prompts), params, show=show)
     arrays = dict(llm.run_requests(requests, "Scoring", show, make_output=read_arrays))
     return [arrays[i] for i in range(len(arrays))]
 
 
-def make_params(top: int, vocab_size: int) -> SamplingParams:
-    """Return the sampling_params that ask for the scores of a text's tokens. ValueError if `top` is out of range."""
-    return SamplingParams(temperature=0, max_tokens=0, prompt_logprobs=as_integer(top, "top", 1, vocab_size))
+def make_params(llm: Any, top: int) -> SamplingParams:
+    """Return the sampling_params that ask for the scores of a text's tokens.
+
+    Raises:
+        ValueError: `top` is out of range, or the engine is several, whose scores come as dicts.
+    """
+    config = llm.engine.config
+    if config.data_parallel_size > 1:
+        raise refuse(config.data_parallel_size, "data_parallel_size", "1 for scores as arrays")
+    return SamplingParams(temperature=0, max_tokens=0, prompt_logprobs=as_integer(top, "top", 1, config.vocab_size))
 
 
 def read_arrays(seq: Sequence) -> ScoreArrays:
