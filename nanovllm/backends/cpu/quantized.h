@@ -52,6 +52,9 @@ template <class P> using Wide = std::conditional_t<PER_STEP<P> == 2, P, Float>;
 // Whether the processor multiplies pairs of P and has AVX-512: then bytes become pairs by its own instructions.
 template <class P> constexpr bool IN_PAIRS = PER_STEP<P> == 2 && PARTS == 1;
 
+// Whether products with left sides of P have a loop of their own for small groups: bfloat16 has with AVX-512 and AVX2.
+template <class P> constexpr bool HAS_GROUP_LOOP = IN_PAIRS<P> || (HAS_NARROW && P::PER_UNIT == 2);
+
 // Makes the right side of one step from whole numbers. All of them are exact in either format.
 template <class Q, class P> inline rf widen_numbers(const uint8_t* chunk, int step, int v) {
     typedef uint32_t ru __attribute__((vector_size(REGISTER)));
@@ -338,6 +341,20 @@ struct Scales {
         if (!factors) return value;
         return value * __builtin_convertvector(widen_bytes(factors + row * PANEL + column), rf);
     }
+    // Reads the numbers of all columns.
+    ALWAYS_INLINE void read(int64_t row, rf* to) const {
+        const int64_t place = (uint32_t)row / (uint32_t)shared * (int64_t)PANEL;
+        if (are_halves)
+#pragma GCC unroll 24
+            for (int v = 0; v < REGISTERS; ++v) to[v] = widen_halves((const uint16_t*)values + place + v * PART_LANES);
+        else
+#pragma GCC unroll 24
+            for (int v = 0; v < REGISTERS; ++v) to[v] = load<rf>((const float*)values + place + v * PART_LANES);
+        if (factors)
+#pragma GCC unroll 24
+            for (int v = 0; v < REGISTERS; ++v)
+                to[v] *= __builtin_convertvector(widen_bytes(factors + row * PANEL + v * PART_LANES), rf);
+    }
     // Moves on by so many groups of a panel.
     void skip(int64_t rows) {
         if (values) values = (const uint8_t*)values + rows / shared * PANEL * (are_halves ? 2 : 4);
@@ -509,17 +526,20 @@ inline void add_group(const Quantized& m, int64_t group, int64_t panel, int64_t 
     }
 }
 
-// A product with small groups keeps the totals of its rows in registers, beside the sums of a group: so a tile has half
-// of the rows that it would have without. It multiplies a run of groups at a time, whose widened columns fit the L1
-// cache.
-constexpr int MOST_GROUP_ROWS = FEW_TILE_ROWS, MOST_TOGETHER = 4, MOST_SMALL = 64;  // rows, groups, inputs of a group
-constexpr int64_t RUN = DEPTH / 2;                                                  // steps
+// A product with small groups multiplies a run of groups at a time, whose widened columns fit the L1 cache. Where there
+// are registers enough, the totals of its rows stay in them, beside the sums of a group: so a tile has half of the rows
+// that it would have without. With AVX2 the totals stay in the L1 cache, and a tile that widens has WIDENED_ROWS.
+constexpr bool TOTALS_STAY = !HAS_NARROW;
+constexpr int MOST_GROUP_ROWS = TOTALS_STAY ? FEW_TILE_ROWS : MAX_TILE_ROWS;
+constexpr int WIDENED_ROWS = TOTALS_STAY ? MOST_GROUP_ROWS : 2;
+constexpr int MOST_TOGETHER = TOTALS_STAY ? 4 : 2, MOST_SMALL = 64;  // groups, inputs of a group
+constexpr int64_t RUN = DEPTH / 2;                                   // steps
 
 // Says whether the groups of a matrix are multiplied so.
 template <class Q> inline bool has_small_groups(const Quantized& m) {
     const int64_t steps = m.group / PER_STEP<typename Q::left>;
-    return Q::HAS_SMALL_GROUPS && IN_PAIRS<typename Q::left> && m.group < m.in && m.group <= MOST_SMALL && !m.zeros &&
-           RUN % (MOST_TOGETHER * steps) == 0 && !uses_amx<typename Q::left>();
+    return Q::HAS_SMALL_GROUPS && HAS_GROUP_LOOP<typename Q::left> && m.group < m.in && m.group <= MOST_SMALL &&
+           !m.zeros && RUN % (MOST_TOGETHER * steps) == 0 && !uses_amx<typename Q::left>();
 }
 
 // The columns of a run, widened, and the scales and minima of its groups as float32.
@@ -529,45 +549,63 @@ struct Kept {
     alignas(64) float minima[RUN * PANEL];
 };
 
-// Where rows are cut into pieces, each piece has so many at least.
-constexpr int LEAST_GROUP_ROWS = (MOST_GROUP_ROWS + 1) / 2;
+// Where rows are cut into pieces, the first piece has so many rows, and any other LEAST_GROUP_ROWS at least.
+inline int64_t first_group_rows(int64_t rows) {
+    if (!TOTALS_STAY) return std::min<int64_t>(rows, WIDENED_ROWS);
+    return rows / ((rows + MOST_GROUP_ROWS - 1) / MOST_GROUP_ROWS);
+}
+constexpr int LEAST_GROUP_ROWS = TOTALS_STAY ? (MOST_GROUP_ROWS + 1) / 2 : 1;
 
-// Reads a run of a matrix, register by register: `codes` are those of its chunks, and `row` counts the groups of all
-// panels up to its first. With KEEP, it writes to `kept` what it has read.
+// A line of a run: PANEL numbers, in registers or in memory.
+struct Line {
+    rf values[REGISTERS];
+    ALWAYS_INLINE rf operator[](int v) const { return values[v]; }
+};
+struct KeptLine {
+    const float* values;
+    ALWAYS_INLINE rf operator[](int v) const { return load<rf>(values + v * PART_LANES); }
+};
+
+// Reads a run of a matrix, line by line: `codes` are those of its chunks, and `row` counts the groups of all panels up to
+// its first. With KEEP, it writes to `kept` what it has read.
 template <class Q, bool KEEP> struct ReadRun {
-    static constexpr int STEPS = Q::STEPS, LEAST_ROWS = KEEP ? LEAST_GROUP_ROWS : 1;
+    static constexpr int STEPS = Q::STEPS, MOST_ROWS = WIDENED_ROWS;
+    static constexpr int LEAST_ROWS = !KEEP ? 1 : TOTALS_STAY ? LEAST_GROUP_ROWS : WIDENED_ROWS;
     const Quantized& m;
     const uint8_t* codes;
     int64_t row;
     Kept& kept;
-    ALWAYS_INLINE rf columns(int64_t chunk, int step, int v) const {
+    ALWAYS_INLINE Line columns(int64_t chunk, int step) const {
         const uint8_t* at = codes + chunk * Q::BYTES;
-        if (step == 0 && v == 0)
+        if (step == 0)
             for (int byte = 0; byte < Q::BYTES; byte += LINE) __builtin_prefetch(at + AHEAD + byte, 0, 2);
-        return keep(kept.columns, chunk * STEPS + step, v, Q::right(at, step, v));
+        Line line;
+#pragma GCC unroll 24
+        for (int v = 0; v < REGISTERS; ++v) line.values[v] = Q::template right<1>(at, step, v);
+        return keep(kept.columns, chunk * STEPS + step, line);
     }
-    ALWAYS_INLINE rf scales(int64_t g, int v) const {
-        return keep(kept.scales, g, v, m.scales.at(row + g, v * PART_LANES));
+    ALWAYS_INLINE Line scales(int64_t g) const { return keep(kept.scales, g, read(m.scales, row + g)); }
+    ALWAYS_INLINE Line minima(int64_t g) const { return keep(kept.minima, g, read(m.minima, row + g)); }
+    static ALWAYS_INLINE Line read(const Scales& from, int64_t row) {
+        Line line;
+        from.read(row, line.values);
+        return line;
     }
-    ALWAYS_INLINE rf minima(int64_t g, int v) const {
-        return keep(kept.minima, g, v, m.minima.at(row + g, v * PART_LANES));
-    }
-    static ALWAYS_INLINE rf keep(float* to, int64_t line, int v, rf value) {
-        if (KEEP) store(to + line * PANEL + v * PART_LANES, value);
-        return value;
+    static ALWAYS_INLINE Line keep(float* to, int64_t place, Line line) {
+        if (KEEP)
+#pragma GCC unroll 24
+            for (int v = 0; v < REGISTERS; ++v) store(to + place * PANEL + v * PART_LANES, line.values[v]);
+        return line;
     }
 };
 
 // Reads what was kept.
 struct ReadKept {
-    static constexpr int STEPS = 1, LEAST_ROWS = LEAST_GROUP_ROWS;
+    static constexpr int STEPS = 1, MOST_ROWS = MOST_GROUP_ROWS, LEAST_ROWS = LEAST_GROUP_ROWS;
     const Kept& kept;
-    ALWAYS_INLINE rf columns(int64_t chunk, int, int v) const { return at(kept.columns, chunk, v); }
-    ALWAYS_INLINE rf scales(int64_t g, int v) const { return at(kept.scales, g, v); }
-    ALWAYS_INLINE rf minima(int64_t g, int v) const { return at(kept.minima, g, v); }
-    static ALWAYS_INLINE rf at(const float* from, int64_t line, int v) {
-        return load<rf>(from + line * PANEL + v * PART_LANES);
-    }
+    ALWAYS_INLINE KeptLine columns(int64_t chunk, int) const { return {kept.columns + chunk * PANEL}; }
+    ALWAYS_INLINE KeptLine scales(int64_t g) const { return {kept.scales + g * PANEL}; }
+    ALWAYS_INLINE KeptLine minima(int64_t g) const { return {kept.minima + g * PANEL}; }
 };
 
 // Adds the products of ROWS rows and the groups from `begin` to `end` of a run, of `chunks` chunks each, to totals
@@ -579,8 +617,9 @@ ALWAYS_INLINE void add_groups(const typename P::left* a, int64_t begin, int64_t 
                               const float* input_sums, int64_t rows, float* totals) {
     constexpr int SUMS = ROWS * REGISTERS;
     rf total[SUMS];
+    if (TOTALS_STAY)
 #pragma GCC unroll 24
-    for (int j = 0; j < SUMS; ++j) total[j] = load<rf>(totals + j * PART_LANES);
+        for (int j = 0; j < SUMS; ++j) total[j] = load<rf>(totals + j * PART_LANES);
     for (int64_t g = begin; g < end; g += TOGETHER) {
         rf acc[TOGETHER * SUMS];
 #pragma GCC unroll 24
@@ -591,40 +630,50 @@ ALWAYS_INLINE void add_groups(const typename P::left* a, int64_t begin, int64_t 
 #pragma GCC unroll 24
                 for (int step = 0; step < Run::STEPS; ++step) {
                     const int64_t chunk = (g + n) * chunks + i;
-                    rf columns[REGISTERS];
+                    const auto columns = run.columns(chunk, step);
 #pragma GCC unroll 24
-                    for (int v = 0; v < REGISTERS; ++v) columns[v] = run.columns(chunk, step, v);
+                    for (int v = 0; v < REGISTERS; ++v) {
+                        rf column = columns[v];
+                        if (HAS_NARROW) hold(column);
 #pragma GCC unroll 24
-                    for (int j = 0; j < SUMS; ++j)
-                        acc[n * SUMS + j] = P::fma(acc[n * SUMS + j],
-                                                   a[j / REGISTERS * LEFT_ROW + chunk * Run::STEPS + step],
-                                                   columns[j % REGISTERS]);
+                        for (int r = 0; r < ROWS; ++r) {
+                            rf& sum = acc[n * SUMS + r * REGISTERS + v];
+                            sum = P::fma(sum, a[r * LEFT_ROW + chunk * Run::STEPS + step], column);
+                        }
+                    }
                 }
+        if (!TOTALS_STAY) asm("" : : : "memory");  // else compilers keep copies of the totals on the stack
 #pragma GCC unroll 24
-        for (int n = 0; n < TOGETHER; ++n)
+        for (int n = 0; n < TOGETHER; ++n) {
+            const auto scales = run.scales(g + n);
+            const auto minima = input_sums ? run.minima(g + n) : scales;
 #pragma GCC unroll 24
             for (int v = 0; v < REGISTERS; ++v) {
-                const rf scale = run.scales(g + n, v);
+                const rf scale = scales[v], minimum = minima[v];
 #pragma GCC unroll 24
-                for (int r = 0; r < ROWS; ++r) total[r * REGISTERS + v] += acc[n * SUMS + r * REGISTERS + v] * scale;
-                if (!input_sums) continue;
-                const rf minimum = run.minima(g + n, v);
-#pragma GCC unroll 24
-                for (int r = 0; r < ROWS; ++r)
-                    total[r * REGISTERS + v] -= minimum * input_sums[(g + n) * rows + r];
+                for (int r = 0; r < ROWS; ++r) {
+                    const int j = r * REGISTERS + v;
+                    if (!TOTALS_STAY) total[j] = load<rf>(totals + j * PART_LANES);
+                    total[j] += acc[n * SUMS + j] * scale;
+                    if (input_sums) total[j] -= minimum * input_sums[(g + n) * rows + r];
+                    if (!TOTALS_STAY) store(totals + j * PART_LANES, total[j]);
+                }
             }
+        }
     }
+    if (TOTALS_STAY)
 #pragma GCC unroll 24
-    for (int j = 0; j < SUMS; ++j) store(totals + j * PART_LANES, total[j]);
+        for (int j = 0; j < SUMS; ++j) store(totals + j * PART_LANES, total[j]);
 }
 
-// Calls `add_groups` for a piece of at most MOST_GROUP_ROWS of the rows, and `count` groups.
-template <class P, int ROWS = MOST_GROUP_ROWS, class Run>
+// Calls `add_groups` for a piece of the rows, and `count` groups.
+template <class P, class Run, int ROWS = Run::MOST_ROWS>
 inline void add_groups_of(int64_t piece, const typename P::left* a, int64_t count, int64_t chunks, Run run,
                           const float* input_sums, int64_t rows, float* totals) {
     if constexpr (ROWS >= Run::LEAST_ROWS) {
-        if (piece != ROWS) return add_groups_of<P, ROWS - 1>(piece, a, count, chunks, run, input_sums, rows, totals);
-        constexpr int TOGETHER = ROWS == 1 ? MOST_TOGETHER : ROWS <= 3 ? 2 : 1;
+        if (piece != ROWS)
+            return add_groups_of<P, Run, ROWS - 1>(piece, a, count, chunks, run, input_sums, rows, totals);
+        constexpr int TOGETHER = ROWS == 1 ? MOST_TOGETHER : TOTALS_STAY && ROWS <= 3 ? 2 : 1;
         const int64_t most = count / TOGETHER * TOGETHER;
         add_groups<P, ROWS, TOGETHER>(a, 0, most, chunks, run, input_sums, rows, totals);
         if (most < count) add_groups<P, ROWS, 1>(a, most, count, chunks, run, input_sums, rows, totals);
@@ -648,14 +697,15 @@ inline void multiply_small_groups(const typename Q::left::left* x, int64_t rows,
         const uint8_t* codes = m.codes + (panel * chunks + first) * Q::BYTES;
         const auto* a = x + step / DEPTH * rows * LEFT_ROW + step % DEPTH;
         const float* sums = m.minima.values ? input_sums + g * rows : nullptr;
-        row_pieces(rows, MOST_GROUP_ROWS, [&](int64_t r, int64_t piece) {
-            const auto multiply = [&](auto run, int64_t chunks_each) {
-                add_groups_of<P>(piece, a + r * LEFT_ROW, count, chunks_each, run, sums ? sums + r : nullptr, rows,
-                                 totals + r * PANEL);
-            };
-            if (r > 0) multiply(ReadKept{kept}, each * Q::STEPS);
-            else if (piece < rows) multiply(ReadRun<Q, true>{m, codes, panel * groups + g, kept}, each);
-            else multiply(ReadRun<Q, false>{m, codes, panel * groups + g, kept}, each);
+        const int64_t widened = first_group_rows(rows);
+        const auto multiply = [&](int64_t r, int64_t piece, auto run, int64_t chunks_each) {
+            add_groups_of<P>(piece, a + r * LEFT_ROW, count, chunks_each, run, sums ? sums + r : nullptr, rows,
+                             totals + r * PANEL);
+        };
+        if (widened < rows) multiply(0, widened, ReadRun<Q, true>{m, codes, panel * groups + g, kept}, each);
+        else multiply(0, rows, ReadRun<Q, false>{m, codes, panel * groups + g, kept}, each);
+        row_pieces(rows - widened, MOST_GROUP_ROWS, [&](int64_t r, int64_t piece) {
+            multiply(widened + r, piece, ReadKept{kept}, each * Q::STEPS);
         });
     }
 }
@@ -674,7 +724,7 @@ inline void multiply_codes(const typename Q::left::left* x, const float* input_s
     const int64_t chunks = m.chunks<Q>(), width = panels * PANEL, group = std::max<int64_t>(m.group / Q::INPUTS, 1);
     const uint8_t* first = m.codes + panel * chunks * Q::BYTES;
     int64_t i = 0;
-    if constexpr (Q::HAS_SMALL_GROUPS && IN_PAIRS<P>)
+    if constexpr (Q::HAS_SMALL_GROUPS && HAS_GROUP_LOOP<P>)
         if (has_small_groups<Q>(m)) {
             multiply_small_groups<Q>(x, rows, m, panel, input_sums, totals);
             i = chunks;
