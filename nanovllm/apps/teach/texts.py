@@ -6,7 +6,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from nanovllm.apps.jobs.request_lines import LineError, RequestLine, check_model, list_rendering_arguments
+from nanovllm.apps.jobs.request_lines import (
+    CHAT_URL,
+    COMPLETIONS_URL,
+    LineError,
+    RequestLine,
+    check_model,
+    list_rendering_arguments,
+)
 from nanovllm.utils.checks import refuse, refuse_unknown
 
 if TYPE_CHECKING:
@@ -44,8 +51,8 @@ def prepare_text(
     """
     body = {name: value for name, value in line.body.items() if value is not None}
     try:
-        if line.is_embedding:
-            raise ValueError("the line asks for vectors: give a prompt or messages")
+        if line.url not in (CHAT_URL, COMPLETIONS_URL):
+            raise ValueError(f"the line asks {line.url}, which answers no text: give a prompt or messages")
         refuse_unknown(body, FIELDS[line.is_chat], "a conversation" if line.is_chat else "a text")
         check_model(body, model_name)
         options = body.get("chat_template_kwargs", {})
