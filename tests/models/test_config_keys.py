@@ -438,6 +438,13 @@ def test_every_key_of_a_family_is_read_or_harmless(config_class: str) -> None:
     assert all(defaults[name] == value for name, value in NEUTRAL.items() if name in defaults)
 
 
+def test_a_neutral_key_that_one_family_alone_has_breaks_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The recipe "Add a dense family" adds such keys."""
+    monkeypatch.setitem(NEUTRAL, "attention_out_bias", False)
+    for config_class in sorted({family.config_class for family in FAMILIES.values()}):
+        test_every_key_of_a_family_is_read_or_harmless(config_class)
+
+
 def test_a_row_for_granite_would_fail_the_test_above() -> None:
     assert sorted(find_unread_keys("GraniteConfig")) == MULTIPLIERS
 
