@@ -182,11 +182,16 @@ def test_a_full_disk_is_told_and_leaves_whole_shards(
 
 
 def test_what_cannot_be_taught_is_refused(source: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    pytest.importorskip("pyarrow")
     assert run(source, source) == Status.USAGE and "must be a folder" in caplog.text
     assert run(source.parent, tmp_path / "out") == Status.USAGE and "lies in the input" in caplog.text
     assert run(Path("-"), tmp_path / "out") == Status.USAGE and "is a pipe" in caplog.text
     assert run(source, tmp_path / "out", top=0) == Status.USAGE and "--top is 0" in caplog.text
     assert run(source, tmp_path / "out", top=10_000) == Status.USAGE and "top is 10000" in caplog.text
+    assert run(source, tmp_path / "out") == Status.LINES_FAILED, "what was refused is no earlier job"
+    assert run(source, tmp_path / "out", format="parquet") == Status.USAGE and "options.format" in caplog.text
+    assert run(source, tmp_path / "out", format="parquet", overwrite=True) == Status.LINES_FAILED
+    assert {path.suffix for path in (tmp_path / "out").glob("shard-*")} == {".parquet"}
 
 
 def test_a_smaller_model_learns_from_shards(

@@ -20,7 +20,7 @@ from nanovllm.apps.jobs.result_lines import ResultLine, Usage
 from nanovllm.apps.jobs.results_file import lock_file
 from nanovllm.apps.jobs.run import load_llm, supervise
 from nanovllm.apps.jobs.source import Line, Reading, Source, is_file
-from nanovllm.apps.teach.shards import ScoredText, Shards
+from nanovllm.apps.teach.shards import FORMATS, ScoredText, Shards
 from nanovllm.apps.teach.texts import Text, prepare_text
 from nanovllm.config import EngineConfig
 from nanovllm.features.scoring.arrays import allocate, make_params, read_arrays
@@ -125,14 +125,13 @@ class OpenTeaching:
 
     def _find_shards(self) -> None:
         """Find the shards of earlier runs, and check that they are this job's."""
+        earlier = [path for kind in FORMATS for path in Path(self.job.output).glob(f"shard-*.{kind}")]
         try:
-            if self.job.overwrite:  # the shards go before their manifest
-                for path in self.shards.list_files():
-                    path.unlink()
-                self.manifest.path.unlink(missing_ok=True)
+            while self.job.overwrite and earlier:
+                earlier.pop().unlink()
         except OSError as error:
             raise cannot_write(self.job.output, error) from error
-        if self.manifest.path.exists() or any(Path(self.job.output).glob("shard-*")):
+        if earlier:
             self.manifest.resume(0)
             self.shards.find()
         else:

@@ -71,12 +71,9 @@ class Shards:
         self._top = top
         self.progress = Progress()
 
-    def list_files(self) -> list[Path]:
-        return sorted(self._folder.glob(f"shard-*.{self._kind}"))
-
     def find(self) -> None:
         """Read what the shards hold. ValueError if one of them is missing or damaged."""
-        for number, path in enumerate(self.list_files()):
+        for number, path in enumerate(sorted(self._folder.glob(f"shard-*.{self._kind}"))):
             if path != self._path(number):
                 raise ValueError(f"{self._path(number)} is missing: bring it back, or give --overwrite to start anew")
             try:
