@@ -107,9 +107,15 @@ def test_a_folder_whose_head_cannot_be_had_is_refused(tmp_path: Path) -> None:
         llm.classify([[5, 6]])
     save_file(saved, path, metadata={"format": "pt"})
     (tmp_path / "modules.json").write_text("[]")
-    for prompts in ({"default_prompt_name": ["a"]}, {"default_prompt_name": "a", "prompts": {"b": "c"}}):
+    names: tuple[dict[str, Any], ...] = ({}, {"prompts": {"b": "c"}}, {"prompts": "abc"})
+    for prompts in [{"default_prompt_name": ["a"]}, *({"default_prompt_name": "a"} | name for name in names)]:
         (tmp_path / "config_sentence_transformers.json").write_text(json.dumps(prompts))
         with pytest.raises(ValueError, match="default_prompt_name is"):
+            LLM(tmp_path, **OPTIONS)
+    (tmp_path / "config_sentence_transformers.json").unlink()
+    for options in ({"text": {"max_length": 3}}, {"chat_template": {"max_length": 3}}, {"chat_template": []}):
+        (tmp_path / "sentence_bert_config.json").write_text(json.dumps({"processing_kwargs": options}))
+        with pytest.raises(ValueError, match=r"sentence_bert_config.json is"):
             LLM(tmp_path, **OPTIONS)
     edit_json(tmp_path / "config.json", id2label={"0": "a", "1": "b", "5": "c"}, label2id=None)
     with pytest.raises(ValueError, match=r"id2label of config.json has the numbers \[0, 1, 5\]"):
@@ -203,7 +209,10 @@ def test_pairs_are_scored_as_a_cross_encoder_scores_them(
     expected = encoder.predict([(QUERY, document) for document in DOCUMENTS], prompt=given, show_progress_bar=False)
     with LLM(tmp_path, **OPTIONS) as llm:
         ranked = llm.rerank(QUERY, DOCUMENTS, instruction=given)
-        assert llm.rerank(QUERY, []) == []
+        assert llm.rerank(QUERY, []) == llm.rerank(QUERY, ()) == []
+        for wrong in (None, "abc", 5, [5], iter(DOCUMENTS)):
+            with pytest.raises(ValueError, match=r"documents is .*it must be a list of strings"):
+                llm.rerank(QUERY, wrong)
     assert [one.index for one in ranked] == np.argsort(-np.asarray(expected), kind="stable").tolist()
     found = {one.index: one.relevance_score for one in ranked}
     np.testing.assert_allclose([found[i] for i in range(len(DOCUMENTS))], expected, atol=2e-4)
@@ -236,7 +245,7 @@ def test_a_template_that_leaves_a_text_of_the_pair_out_is_refused(reranker: Path
     shutil.copytree(reranker, tmp_path, dirs_exist_ok=True)
     for roles, lost in (("query", "document"), ("document", "query"), ("user", "query")):
         (tmp_path / "chat_template.jinja").write_text(
-            "{% for m in messages if m.role in ['" + roles + "'] %}{{ m.content }}{% endfor %}."
+            "{% for m in messages if m.role in ['" + roles + "'] %}{{ m.content[:3] }}{% endfor %}."
         )
         with LLM(tmp_path, **OPTIONS) as llm, pytest.raises(ValueError, match=f"leaves out the role '{lost}'"):
             llm.rerank(QUERY, DOCUMENTS)

@@ -1,6 +1,7 @@
 """Reads how a folder of sentence-transformers scores pairs of texts, as its CrossEncoder does."""
 
 from collections.abc import Mapping
+from inspect import signature
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -16,6 +17,7 @@ ACTIVATIONS: dict[str, Activation] = {
     "torch.nn.modules.linear.Identity": "none",
 }
 """By the names that CrossEncoder writes."""
+OPENS = "add_generation_prompt"
 LOGIT_SCORE = "LogitScore"
 """The module that compares the logits of two tokens."""
 
@@ -50,7 +52,7 @@ def read_pair_files(origin: Path | str) -> PairFiles:
     settings = read_json(path) if path.exists() else {}
     name = settings.get("default_prompt_name")
     prompts = settings.get("prompts") or {}
-    instruction = "" if name is None else dict(prompts).get(str(name))
+    instruction = "" if name is None else prompts.get(str(name)) if isinstance(prompts, dict) else None
     if not isinstance(instruction, str):
         raise ValueError(f"{path}: default_prompt_name is {quote(name)}, and prompts are {quote(prompts)}")
     activation = settings.get("activation_fn")
@@ -61,11 +63,16 @@ def read_pair_files(origin: Path | str) -> PairFiles:
 
 def read_options(path: Path) -> dict[str, Any]:
     """Return the arguments of the chat template that a module's file names. ValueError if it has other arguments."""
+    from transformers import PreTrainedTokenizerBase
+
     given = (read_json(path) if path.exists() else {}).get("processing_kwargs") or {}
     options = given.get("chat_template", {}) if isinstance(given, dict) else None
     if not isinstance(options, dict) or given.keys() - {"chat_template"}:
         raise refuse(given, f"processing_kwargs in {path}", "an object with chat_template alone")
-    return {name: value for name, value in options.items() if name != "restore_suffix"}  # this one is for cut texts
+    own = {name: value for name, value in options.items() if name != "restore_suffix"}  # this one is for cut texts
+    if taken := own.keys() & {*signature(PreTrainedTokenizerBase.apply_chat_template).parameters} - {OPENS}:
+        raise refuse(sorted(taken), f"chat_template in {path}", f"variables of the template, and {OPENS}")
+    return own
 
 
 def read_answers(folder: Path) -> tuple[int, int] | None:

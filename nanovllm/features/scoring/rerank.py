@@ -11,7 +11,7 @@ from nanovllm.features.scoring.pair_files import read_pair_files
 from nanovllm.features.scoring.score import read_score
 from nanovllm.outputs import Output, Ranking
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.text.prompts import name_errors, tokenise_prompts
+from nanovllm.text.prompts import name_errors, read_column, tokenise_prompts
 from nanovllm.text.tokenizer import Tokenizer
 from nanovllm.utils.checks import quote, refuse
 
@@ -40,7 +40,9 @@ def rerank_documents(
     llm.engine.claim.check()
     if not isinstance(query, str):
         raise refuse(query, "query", "a string")
-    if isinstance(documents, str) or not all(isinstance(document, str) for document in documents):
+    documents = read_column(documents, "documents")
+    is_list = isinstance(documents, Sequence) and not isinstance(documents, str)
+    if not is_list or not all(isinstance(document, str) for document in documents):
         raise refuse(documents, "documents", "a list of strings")
     requests = prepare_pairs(llm, [query] * len(documents), documents, instruction)
     outputs = dict(llm.run_requests(requests, "Scoring", show))
@@ -138,7 +140,7 @@ def render_pairs(
 
     plain = ("alpha" if instruction else "", "bravo", "charlie")
     for i in range(len(ROLES)):
-        changed = [content + " delta" if i == j else content for j, content in enumerate(plain)]
+        changed = ["delta " + content if i == j else content for j, content in enumerate(plain)]
         if plain[i] and render(*plain) == render(*changed):
             raise ValueError(
                 f"the chat template of {quote(llm.engine.config.model)} leaves out the role {ROLES[i]!r}. A pair has "
