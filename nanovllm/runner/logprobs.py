@@ -11,7 +11,6 @@ from torch import Tensor
 from nanovllm.backends import Backend
 from nanovllm.engine.plan import IntArray, StepPlan
 from nanovllm.engine.token_scores import TokenScores
-from nanovllm.ops.token_logprobs import ROWS_AT_A_TIME
 from nanovllm.outputs import Logprob
 
 LOGITS_AT_A_TIME = 1024
@@ -37,9 +36,7 @@ class Logprobs:
         parts: list[tuple[Tensor, ...]] = []
         at = 0
         for piece in logits:
-            # The most likely tokens are taken in float32, from copies of a bounded number of rows.
-            num_rows = ROWS_AT_A_TIME if self._most else LOGITS_AT_A_TIME
-            for some, ids in zip(*(torch.split(x, num_rows) for x in piece), strict=True):
+            for some, ids in zip(*(torch.split(x, LOGITS_AT_A_TIME) for x in piece), strict=True):
                 parts.append(self._reduce(some, ids, self._counts[at : at + len(some)]))
                 at += len(some)
         self._tensors = [backend.start_copy(torch.cat(values)) for values in zip(*parts, strict=True)]
@@ -51,17 +48,15 @@ class Logprobs:
         A row's values do not depend on the other rows. So each k is taken by itself, because which of two equally
         likely tokens is among the k most likely depends on k.
         """
+        given = self._backend.token_logprobs(logits, token_ids)
         if not self._most:
-            given = self._backend.token_logprobs(logits, token_ids)
             n = len(token_ids)
             return *given, given.values.new_empty(n, 0), given.values.new_empty(n, 0, dtype=torch.int32)
-        logits = logits.float()
-        given = self._backend.token_logprobs(logits, token_ids)
         top, top_ids = logits.topk(min(self._most, logits.shape[1]), dim=1)
         for k in {*counts.tolist()} - {self._most, 0}:
             rows = self._backend.to_device(np.flatnonzero(counts == k))
             top[rows, :k], top_ids[rows, :k] = logits[rows].topk(k, dim=1)
-        return *given, top, top_ids.int()
+        return *given, top.float(), top_ids.int()
 
     def read(self) -> TokenScores:
         """Return the values of all rows. Called once the step has ended on the device."""
