@@ -6,7 +6,7 @@ import logging
 import re
 from collections.abc import Mapping, Sequence
 from enum import Enum
-from functools import cache
+from functools import lru_cache
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -213,7 +213,7 @@ class ChatTemplate:
         return text
 
 
-@cache
+@lru_cache(maxsize=256)
 def warn_without_variable(template: str, name: str) -> None:
     """Say once that a template does not read a variable of this name, so that a misspelt one is found."""
     words = {THINKING_SWITCH, *re.findall(r"[A-Za-z_]\w*", template)}
