@@ -5,8 +5,6 @@ from inspect import signature
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from nanovllm.features.scoring.pooling_files import read_modules
-from nanovllm.models.model_config import read_json
 from nanovllm.utils.checks import as_choice, quote, refuse
 
 Activation = Literal["softmax", "sigmoid", "none"]
@@ -48,6 +46,8 @@ def read_pair_files(origin: Path | str) -> PairFiles:
     """
     if not isinstance(origin, Path) or not (origin / "modules.json").is_file():
         return PairFiles()
+    from nanovllm.models.model_config import read_json  # loads torch, as the next ones do: a job's lines need none
+
     path = origin / "config_sentence_transformers.json"
     settings = read_json(path) if path.exists() else {}
     name = settings.get("default_prompt_name")
@@ -65,6 +65,8 @@ def read_options(path: Path) -> dict[str, Any]:
     """Return the arguments of the chat template that a module's file names. ValueError if it has other arguments."""
     from transformers import PreTrainedTokenizerBase
 
+    from nanovllm.models.model_config import read_json
+
     given = (read_json(path) if path.exists() else {}).get("processing_kwargs") or {}
     options = given.get("chat_template", {}) if isinstance(given, dict) else None
     if not isinstance(options, dict) or given.keys() - {"chat_template"}:
@@ -77,6 +79,9 @@ def read_options(path: Path) -> dict[str, Any]:
 
 def read_answers(folder: Path) -> tuple[int, int] | None:
     """Return the two tokens that a folder's LogitScore compares; None if it has no such module."""
+    from nanovllm.features.scoring.pooling_files import read_modules
+    from nanovllm.models.model_config import read_json
+
     kinds, paths = read_modules(folder / "modules.json")
     if LOGIT_SCORE not in kinds:
         return None
