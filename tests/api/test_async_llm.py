@@ -119,7 +119,8 @@ def test_an_abort_counts_from_the_call_of_generate(llm: LLM, engine: AsyncLLM) -
     """It comes after so many turns of the loop, while the engine's thread is busy with others, and while it is not."""
 
     async def run(num_turns: int, others: list[str]) -> Any:
-        tasks = [asyncio.create_task(collect(engine, name, PROMPTS[0], LONG)) for name in (*others, "x")]
+        tasks = [asyncio.create_task(collect(engine, name, PROMPTS[0], PARAMS)) for name in others]
+        tasks.append(asyncio.create_task(collect(engine, "x", PROMPTS[0], LONG)))
         for _ in range(num_turns):
             await asyncio.sleep(0)
         await engine.abort("x")

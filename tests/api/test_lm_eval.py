@@ -295,6 +295,7 @@ def test_a_flag_that_no_command_knows_is_refused(capsys: pytest.CaptureFixture[s
     assert "--tasks" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_script_for_a_real_model_prints_scores_and_tokens_side_by_side(
     tasks: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

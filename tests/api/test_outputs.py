@@ -856,6 +856,7 @@ def test_the_bar_moves_with_every_step(
     assert not llm.engine.observers
 
 
+@pytest.mark.slow
 def test_tqdms_variable_hides_every_bar(warm_python: WarmPython) -> None:
     """tqdm reads TQDM_DISABLE when it is imported, and only for bars that are made without `disable`."""
     code = (

@@ -76,6 +76,7 @@ def test_a_script_and_its_children_see_this_engine_and_the_version_that_is_claim
     assert done.stderr == (f"vllm is nanovllm {ours} in this process and its children; it calls itself {claimed}\n")
 
 
+@pytest.mark.slow
 def test_the_first_line_of_a_script_does_the_same(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("import nanovllm.as_vllm\n" + SCRIPT)
@@ -104,6 +105,7 @@ def test_it_refuses_where_vllm_itself_is_installed_unless_it_shall_replace_it(tm
 @pytest.mark.parametrize(
     ("option", "expected"), [((), "real real False"), (("--replace",), f"{VERSION} {VERSION} True")]
 )
+@pytest.mark.slow
 def test_a_child_in_whose_path_vllm_itself_lies_asks_too(
     option: tuple[str, ...], expected: str, tmp_path: Path
 ) -> None:

@@ -73,6 +73,7 @@ def test_wrong_values_are_refused_with_status_2(capsys: pytest.CaptureFixture[st
     assert 'did you mean "tiny-qwen3"?' in said and "temperature is -1.0" in said
 
 
+@pytest.mark.slow
 def test_an_answer_is_written_while_it_is_computed_and_ctrl_c_ends_only_it() -> None:
     command = [
         sys.executable,

@@ -20,6 +20,7 @@ def test_nothing():
 """
 
 
+@pytest.mark.slow
 def test_a_change_that_only_another_process_meets_is_noticed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

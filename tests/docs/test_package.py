@@ -93,6 +93,7 @@ print(*(name for name in sys.modules if name.startswith("nanovllm.")))
 """
 
 
+@pytest.mark.slow
 def test_a_process_loads_the_device_that_it_has_chosen_and_no_feature(warm_python: WarmPython) -> None:
     """By the package's own modules that are there after `generate`."""
     loaded: dict[str, set[str]] = {"torch": set(), "cpu": {"backends/cpu"}, "triton": {"backends/gpu"}}
@@ -215,6 +216,7 @@ except ValueError as error:
 """
 
 
+@pytest.mark.slow
 def test_a_hub_id_is_downloaded_safetensors_configs_and_tokenizer_only(hub: FakeHub, tmp_path: Path) -> None:
     """On a machine without Triton and flash-attn at that: a CPU needs neither, nor NCCL for one rank."""
     place = {"HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}", "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path)}

@@ -118,7 +118,7 @@ def test_with_the_cpu_kernels_tokens_and_logprobs_have_the_same_bits_with_drafts
 
 
 @pytest.mark.skipif(bool(CpuBackend.why_cannot(torch.device("cpu"))), reason="the CPU kernels do not run here")
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
 def test_a_model_that_drafts_for_itself_is_always_right_greedy_and_sampled(dtype: str) -> None:
     """Among others, in chunks, preempted and from the prefix cache: the same bits make the same draws."""
     questions = ["what is the capital of Japan?", "count from 3 to 9", "what is the capital of Spain?"] * 4

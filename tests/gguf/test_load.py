@@ -17,15 +17,23 @@ PROMPTS = draw_prompts([5, 33, 64])
 PARAMS = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, prompt_logprobs=0)
 
 
-def compare(path: Path, model: Any, **options: Any) -> None:
-    """Compare tokens and log-probabilities of prompts. Both compute in float32, so they differ by rounding alone."""
-    with LLM(path, **OPTIONS | options) as llm:
-        outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
-    for prompt, output in zip(PROMPTS, outputs, strict=True):
+def compare(path: Path, model: Any) -> None:
+    """Compare tokens and log-probabilities of prompts, with plain torch and with the C++ kernels.
+
+    All compute in float32, so they differ by rounding alone.
+    """
+    answers = []
+    for backend in ("torch", "cpu"):
+        with LLM(path, **OPTIONS | {"attention_backend": backend}) as llm:
+            answers.append(llm.generate(PROMPTS, PARAMS, use_tqdm=False))
+    for prompt, *outputs in zip(PROMPTS, *answers, strict=True):
         expected = logits_of(model, prompt).log_softmax(-1)[:-1].gather(1, torch.tensor(prompt[1:])[:, None])[:, 0]
-        found = [entry[token].logprob for entry, token in zip(output["prompt_logprobs"][1:], prompt[1:], strict=True)]
-        torch.testing.assert_close(torch.tensor(found), expected, rtol=1e-4, atol=1e-4)
-        assert output["token_ids"] == greedy(model, prompt, PARAMS.max_tokens)
+        expected_tokens = greedy(model, prompt, PARAMS.max_tokens)
+        for output in outputs:
+            entries = zip(output["prompt_logprobs"][1:], prompt[1:], strict=True)
+            found = [entry[token].logprob for entry, token in entries]
+            torch.testing.assert_close(torch.tensor(found), expected, rtol=1e-4, atol=1e-4)
+            assert output["token_ids"] == expected_tokens
 
 
 def mix(**kinds: str) -> Types:
@@ -54,12 +62,10 @@ MIXTURES: dict[str, tuple[str, Types | str]] = {
 def test_each_mixture_says_what_transformers_says(tmp_path: Path, name: str) -> None:
     """F16 and BF16 stay the file's numbers, whatever stands beside them."""
     model = save_gguf(tmp_path / "model.gguf", *MIXTURES[name])
-    for backend in ("torch", "cpu"):
-        compare(tmp_path / "model.gguf", model, attention_backend=backend)
+    compare(tmp_path / "model.gguf", model)
 
 
 @pytest.mark.parametrize("architecture", MODELS)
 def test_each_architecture_says_what_transformers_says(tmp_path: Path, architecture: str) -> None:
     model = save_gguf(tmp_path / "model.gguf", architecture, "Q8_0")
-    for backend in ("torch", "cpu"):
-        compare(tmp_path / "model.gguf", model, attention_backend=backend)
+    compare(tmp_path / "model.gguf", model)

@@ -381,9 +381,10 @@ USES: dict[str, dict[str, Any]] = {
     },
     "the C++ kernels": {"attention_backend": "cpu"},
 }
+SHORT = ("chunks and preemption", "a draft model in GGUF", "the C++ kernels")
 
 
-@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("use", [pytest.param(use, marks=[] if use in SHORT else [pytest.mark.slow]) for use in USES])
 def test_unlike_types_say_what_a_folder_with_their_numbers_says(twins: tuple[Path, Path], use: str) -> None:
     """Greedy, drawn and structured answers, twice, with a prefix in common; scores and vectors; after a sleep, too."""
     prompts = [f"count from {first} to 9, please, and then from 1 to {first}" for first in range(1, 7)]

@@ -257,7 +257,9 @@ def save_quantised(
     def change(name: str, tensor: Tensor) -> dict[str, Tensor]:
         if tensor.dim() < 2 or any(part in name for part in plain):
             return {name: tensor}
-        torch.manual_seed(crc32(name.rsplit(".", 2)[0].encode()))  # matrices of the same inputs are shuffled alike
+        torch.default_generator.manual_seed(
+            crc32(name.rsplit(".", 2)[0].encode())
+        )  # matrices of the same inputs are shuffled alike
         tensors, means[name] = pack(tensor)
         return {f"{name.removesuffix('.weight')}.{suffix}": value for suffix, value in tensors.items()}
 

@@ -67,7 +67,9 @@ def expected(adapters: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[s
     return texts
 
 
-@pytest.mark.parametrize(("order", "num_changes"), [("auto", (2, 7)), ("given", (12, 12))])
+@pytest.mark.parametrize(
+    ("order", "num_changes"), [("auto", (2, 7)), pytest.param("given", (12, 12), marks=pytest.mark.slow)]
+)
 def test_lines_get_what_an_engine_with_their_adapter_says(
     order: str,
     num_changes: tuple[int, int],

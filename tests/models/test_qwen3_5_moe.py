@@ -219,7 +219,11 @@ def plain_tokens(packable: Path) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    "name", ["awq", "gptq", "gptq desc_act", "packed with zeros", "int8 w8a8", "fp8 blocks", "fp8 rows"]
+    "name",
+    [
+        *("packed with zeros", "int8 w8a8", "fp8 blocks"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("awq", "gptq", "gptq desc_act", "fp8 rows")),
+    ],
 )
 def test_quantised_checkpoints_say_what_their_values_say(
     name: str, packable: Path, plain_tokens: list[list[int]], tmp_path: Path
@@ -333,7 +337,9 @@ def test_two_ranks_say_the_same(
     check(model, prompts, serve(folder, prompts, **options))
 
 
-@pytest.mark.parametrize("name", ["int8", "packed with zeros", "fp8 rows"])
+@pytest.mark.parametrize(
+    "name", ["int8", *(pytest.param(name, marks=pytest.mark.slow) for name in ("packed with zeros", "fp8 rows"))]
+)
 def test_two_ranks_share_quantised_weights(name: str, packable: Path, local_ranks: None, tmp_path: Path) -> None:
     if name == "int8":
         folder = packable

@@ -331,6 +331,7 @@ def test_what_is_for_one_engine_is_refused_by_name(two: LLM, random_model: Path)
 
 
 @needs_two_cores
+@pytest.mark.slow
 def test_a_mistake_that_replicas_find_is_a_value_error(random_model: Path) -> None:
     before = list_children(os.getpid())
     with pytest.raises(ValueError, match=r"replica \d failed: .*num_kvcache_blocks"):

@@ -208,6 +208,7 @@ def expect_the_end(llm: LLM, message: str) -> str:
     return str(error.value)
 
 
+@pytest.mark.slow
 def test_a_follower_killed_while_rank_0_waits_for_it_fails_rank_0(model: Path) -> None:
     llm = start_two(model)
     (victim,) = llm.engine.runner.pids

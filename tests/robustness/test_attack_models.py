@@ -252,6 +252,7 @@ def assert_survives(victim: subprocess.Popen[str], folder: Path, seed: int) -> s
     return result
 
 
+@pytest.mark.slow
 def test_damage_is_refused_or_harmless(victim: subprocess.Popen[str], tmp_path: Path) -> None:
     """test_attack_kills.py has more damage, in a process with less memory."""
     results = [assert_survives(victim, shutil.copytree(BOX_MODEL, tmp_path / str(seed)), seed) for seed in range(12)]

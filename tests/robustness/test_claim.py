@@ -1,6 +1,6 @@
 """An engine belongs to one activity at a time: whatever threads, signals and forks do, results are right or refused.
 
-Races run for 1.5 seconds, or 6 in the slow one, and with a switch interval at which threads change places in the
+Races run for 0.7 seconds, or 6 in the slow one, and with a switch interval at which threads change places in the
 middle of nearly everything. What could crash the process runs in one of its own: see `run_apart`.
 """
 
@@ -53,7 +53,7 @@ TOLD = [
 ]
 REFUSED = re.compile("|".join([r"^[a-z_]+\(\) is running in this engine", *map(re.escape, TOLD)]))
 """An activity may be told this while another one has the engine."""
-SECONDS = 1.5
+SECONDS = 0.7
 
 
 @pytest.fixture(autouse=True)

@@ -423,6 +423,7 @@ def test_a_prefix_hit_names_who_computed_the_blocks_and_who_found_them(page):
         assert re.match(rf"computed by requests? {donor}\b", shown)
 
 
+@pytest.mark.slow
 def test_a_tour_of_six_stops_begins_at_the_first_visit_alone(page):
     page.browser.execute_script("localStorage.clear()")
     page.browser.refresh()
@@ -471,6 +472,7 @@ def test_events_say_why_and_lead_to_the_request(page):
     assert page.browser.execute_script("return steps[cursor].preempted[0][0] === chosen")
 
 
+@pytest.mark.slow
 def test_two_runs_go_step_by_step_together(browser, tmp_path):
     run_small(tmp_path / "a.json")
     run_small(tmp_path / "b.json", num_blocks=20)
@@ -536,6 +538,7 @@ def test_two_runs_go_step_by_step_together(browser, tmp_path):
     assert not [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"]
 
 
+@pytest.mark.slow
 def test_the_last_lane_shows_the_requests_that_live_in_the_visible_steps(browser, tmp_path):
     run_small(tmp_path / "run.json", num_requests=600)
     page = Page(browser, tmp_path / "run.json")
