@@ -97,9 +97,11 @@ def quick_interpreter() -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def steps_are_timed_once() -> None:
-    """An engine with drafts times steps for half a second. No token depends on what it finds."""
+    """An engine with drafts times steps for half a second, short ones four times. No token depends on what it finds."""
     if importlib.util.find_spec("nanovllm.features.drafts"):
-        pytest.MonkeyPatch().setattr("nanovllm.features.drafts.costs.ROUND", 1e-9)
+        patch = pytest.MonkeyPatch()
+        patch.setattr("nanovllm.features.drafts.costs.ROUND", 1e-9)
+        patch.setattr("nanovllm.features.drafts.costs.LONG", 0)
 
 
 @pytest.fixture(autouse=True)

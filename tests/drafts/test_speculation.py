@@ -303,6 +303,7 @@ def test_a_disturbed_start_makes_no_row_dearer_than_further_ones(monkeypatch: py
             return SimpleNamespace(result=lambda: None)
 
     monkeypatch.setattr("nanovllm.features.drafts.costs.time", SimpleNamespace(perf_counter=lambda: now))
+    monkeypatch.setattr("nanovllm.features.drafts.costs.LONG", 0.2)
     found = time_steps(Runner(), SimpleNamespace(max_num_seqs=8), [1, 2, 3, 4, 6, 8, 12, 16, 24, 32], 3)
     assert (1000 * found).round(6).tolist() == [11, 13, 13, 14, 16, 18, 22, 26, 34, 42]
 
@@ -322,6 +323,7 @@ def test_a_step_without_drafts_is_priced_as_it_runs(eager: bool, monkeypatch: py
             return SimpleNamespace(result=lambda: None)
 
     monkeypatch.setattr("nanovllm.features.drafts.costs.time", SimpleNamespace(perf_counter=lambda: now))
+    monkeypatch.setattr("nanovllm.features.drafts.costs.LONG", 0.2)
     config = SimpleNamespace(max_num_seqs=64, max_num_batched_tokens=100, enforce_eager=eager, draft=None)
     costs = measure_costs(Runner(), config, 3)  # type: ignore[arg-type]
     share = 1 if eager else 0.5

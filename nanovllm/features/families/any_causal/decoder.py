@@ -105,8 +105,11 @@ class Layers(list[SimpleNamespace]):
         return self.body.modules()
 
 
-last_built: dict[tuple[str, torch.dtype], "AnyDecoder"] = {}
-"""The model that was built last, on the meta device: {(its configuration as JSON, the default dtype): the model}."""
+last_built: dict[str, dict[torch.dtype, "AnyDecoder"]] = {}
+"""The model that was built last, on the meta device: {its configuration as JSON: {the default dtype: the model}}.
+
+An engine whose dtype is not the checkpoint's needs it in both.
+"""
 
 
 def make_decoder(config: "PretrainedConfig", backend: Backend, parallel: Parallel) -> "AnyDecoder":
@@ -121,12 +124,15 @@ def make_decoder(config: "PretrainedConfig", backend: Backend, parallel: Paralle
             f"{name} runs through transformers' code, on one rank: leave tensor_parallel_size ({parallel.size}) at 1; "
             "data_parallel_size makes replicas"
         )
-    key = (config.to_json_string(use_diff=False), torch.get_default_dtype())
-    built = last_built.get(key)
+    key = config.to_json_string(use_diff=False)
+    if key not in last_built:
+        last_built.clear()
+        last_built[key] = {}
+    dtype = torch.get_default_dtype()
+    built = last_built[key].get(dtype)
     if built is None:
         built = AnyDecoder(config)
-        last_built.clear()
-        last_built[key] = built
+        last_built[key][dtype] = built
     return copy.deepcopy(built, {id(built.backend): backend})  # the memo says what is not copied
 
 
