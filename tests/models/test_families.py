@@ -94,9 +94,16 @@ def test_tokens_are_transformers(model_class: type[PreTrainedModel], changes: di
     assert tokens == greedy_all(model, prompts, 30, tokens)
 
 
-@pytest.mark.parametrize("backend", ["cpu", "triton"])
 @pytest.mark.parametrize(
-    ("model_class", "changes"), [(Qwen2ForCausalLM, SLIDING), (LlamaForCausalLM, {}), (MistralForCausalLM, WINDOW)]
+    ("model_class", "changes", "backend"),
+    [
+        (Qwen2ForCausalLM, SLIDING, "cpu"),
+        (LlamaForCausalLM, {}, "cpu"),
+        (MistralForCausalLM, WINDOW, "cpu"),
+        (Qwen2ForCausalLM, SLIDING, "triton"),
+        pytest.param(LlamaForCausalLM, {}, "triton", marks=pytest.mark.slow),
+        pytest.param(MistralForCausalLM, WINDOW, "triton", marks=pytest.mark.slow),
+    ],
 )
 def test_compiled_kernels_say_the_same(
     model_class: type[PreTrainedModel], changes: dict[str, Any], backend: str, tmp_path: Path

@@ -111,7 +111,7 @@ def model(folder: Path) -> PreTrainedModel:
     return save_sparse_hybrid(folder)
 
 
-FAST = 4
+FAST = 2
 """Drawn models that are tested plainly; the others are slow tests."""
 
 

@@ -18,7 +18,7 @@ from scripts import train_tiny_qwen3 as script
 REQUIRED = {"primes": 0.98, "count": 0.98, "add": 0.97, "capital": 0.98}
 
 # Questions in a plain test, chosen for its time: one batch of long answers, more of the short ones.
-QUICK_SIZES = {"primes": 16, "count": 12, "add": 128, "capital": 64}
+QUICK_SIZES = {"primes": 8, "count": 6, "add": 64, "capital": 64}
 
 # Other questions in a slow test. The model's README reports 400 of each, asked once.
 MORE_SIZES = {"primes": 100, "count": 100, "add": 400, "capital": 400}
