@@ -14,7 +14,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from nanovllm.apps.jobs.job import DEFAULTS, STATUS_HELP, Job, Status
+from nanovllm.apps.jobs.job import DEFAULTS, SHARD_FORMATS, STATUS_HELP, Job, ShardOptions, Status
 from nanovllm.apps.ray import guard as ray_guard
 from nanovllm.config import EngineConfig
 from nanovllm.sampling_params import SamplingParams
@@ -220,6 +220,19 @@ def _add_run_batch(commands: Any) -> None:
         "the same; may be given several times",
     )
     add("--reuse-close", action="store_true", help="reuse even if the engine does not promise the same bits")
+    add(
+        "--top-logprobs-file",
+        metavar="DIR",
+        help="folder of shards, as teach writes them: the most likely tokens in the place of each generated one",
+    )
+    add(
+        "--top-logprobs-count",
+        type=int,
+        default=ShardOptions.top,
+        metavar="K",
+        help=f"how many tokens to write for each place (default: {ShardOptions.top})",
+    )
+    _add_shard_options(parser, ShardOptions.tokens)
     add("--model", required=True, help=_help("model"))
     add("--data-parallel-size", "--replicas", type=int, default=1, metavar="N", help=_help("data_parallel_size"))
     add(
@@ -256,16 +269,58 @@ def _run_batch(options: argparse.Namespace) -> int:
         sampling=given,
         reuse=options.reuse,
         reuse_close=options.reuse_close,
+        shards=_read_shard_options(options),
     )
     if options.ray is None:
         return run_job(job)
     if options.reuse:
         raise refuse(", ".join(options.reuse), "--reuse", "left out with --ray, whose engines see no results")
+    if job.shards is not None:
+        raise refuse(job.shards.folder, "--top-logprobs-file", "left out with --ray, whose engines send no arrays")
     try:
         from nanovllm.apps.ray.cluster import run_on_ray
     except ImportError as error:
         raise ValueError(f"--ray needs Ray Data: pip install 'ray[data]' ({error})") from error
     return run_on_ray(job, options.ray)
+
+
+def _add_shard_options(parser: argparse.ArgumentParser, tokens: int) -> None:
+    """Let a command have the options of the shards that it writes.
+
+    Args:
+        tokens: the default of --shard-tokens.
+    """
+    add = parser.add_argument
+    add("--shard-format", "--format", choices=SHARD_FORMATS, default=ShardOptions.format, help="parquet needs pyarrow")
+    add(
+        "--logprobs-dtype",
+        choices=("float16", "float32"),
+        default=ShardOptions.logprobs_dtype,
+        help="type of the log-probabilities in the shards (default: float16); --dtype is the model's",
+    )
+    add(
+        "--shard-tokens",
+        type=int,
+        default=tokens,
+        metavar="N",
+        help=f"a shard ends with the line that gives it so many tokens (default: {tokens})",
+    )
+
+
+def _read_shard_options(options: argparse.Namespace) -> ShardOptions | None:
+    """Return the shards that `run-batch` writes beside the results; None if it writes none."""
+    read = ShardOptions(
+        folder=options.top_logprobs_file or "",
+        top=options.top_logprobs_count,
+        format=options.shard_format,
+        logprobs_dtype=options.logprobs_dtype,
+        tokens=options.shard_tokens,
+    )
+    if options.top_logprobs_file is not None:
+        return read
+    if read != ShardOptions(""):
+        raise ValueError("options of shards need --top-logprobs-file, which names their folder")
+    return None
 
 
 def _add_teach(commands: Any) -> None:
@@ -285,25 +340,12 @@ def _add_teach(commands: Any) -> None:
     )
     add("--model", required=True, help=_help("model"))
     add("--top", type=int, default=64, metavar="K", help="how many tokens to write for each place (default: 64)")
-    add("--format", choices=("safetensors", "parquet"), default="safetensors", help="parquet needs pyarrow")
-    add(
-        "--logprobs-dtype",
-        choices=("float16", "float32"),
-        default="float16",
-        help="type of the log-probabilities (default: float16); --dtype is the model's",
-    )
     add(
         "--assistant-only",
         action="store_true",
         help="of a conversation, only what the assistant says counts: the mask tells it",
     )
-    add(
-        "--shard-tokens",
-        type=int,
-        default=1 << 17,
-        metavar="N",
-        help="a shard ends with the line that gives it so many tokens (default: 131072)",
-    )
+    _add_shard_options(parser, tokens=1 << 17)
     add("--overwrite", action="store_true", help="start anew: remove the shards in the folder")
     add("--accept-changes", action="store_true", help="resume even if options or the engine differ from before")
     add("--served-model-name", metavar="NAME", help='the only "model" that lines may ask for (default: --model)')
@@ -321,7 +363,7 @@ def _teach(options: argparse.Namespace) -> int:
         config=read_engine_config(options),
         model_name=options.served_model_name or options.model,
         top=options.top,
-        format=options.format,
+        format=options.shard_format,
         logprobs_dtype=options.logprobs_dtype,
         only_assistant=options.assistant_only,
         shard_tokens=options.shard_tokens,

@@ -46,8 +46,8 @@ def _make_single(seq: Sequence, tokenizer: Tokenizer | None, parse: ParseOutput 
         num_cached_tokens=seq.num_cached_tokens or 0,
     )
     if seq.params.logprobs is not None:
-        output["logprobs"] = seq.logprobs
-        set_decoder(seq.logprobs, tokenizer)
+        output["logprobs"] = seq.logprobs.list_dicts(output.token_ids, seq.params.logprobs)
+        set_decoder(output["logprobs"], tokenizer)
     if seq.scores is not None and seq.params.prompt_logprobs is not None:
         output["prompt_logprobs"] = list_prompt_logprobs(seq, seq.scores)
         set_decoder(output["prompt_logprobs"], tokenizer)
@@ -67,10 +67,8 @@ def list_prompt_logprobs(seq: Sequence, scores: PromptScores) -> list[dict[int, 
     """Return {token id: log-probability} of each prompt token whose score was read, and None of those before them."""
     read: list[dict[int, Logprob]] = []
     if scores.tokens is not None:
-        num_top = scores.tokens.num_top
-        tokens = scores.tokens.cut(0, scores.num_read, num_top)
-        token_ids = seq.token_ids[scores.first : scores.first + scores.num_read].tolist()
-        read = tokens.make_dicts(token_ids, [num_top] * scores.num_read)
+        tokens = scores.tokens.cut(0, scores.num_read, scores.tokens.num_top)
+        read = tokens.make_dicts(seq.token_ids[scores.first : scores.first + scores.num_read].tolist())
     return [*[None] * scores.first, *read]
 
 

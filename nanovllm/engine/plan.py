@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 
 from nanovllm.config import ResolvedConfig
 from nanovllm.engine.token_scores import NO_SCORES, TokenScores
-from nanovllm.outputs import Logprob
 
 IntArray = NDArray[np.int32]
 FloatArray = NDArray[np.float32]
@@ -233,7 +232,7 @@ class StepResult:
 
     Attributes:
         token_ids: int32 [sum of the plan's num_sampled]; FAILED if the logits were not a valid distribution.
-        logprobs: {index in token_ids: {token id: log-probability}}, only for requests that asked for them.
+        logprobs: {index in token_ids: the scores of that token}, only for requests that asked for them.
         scores: of each of the plan's targets that is a token.
         embeddings: float32 [n, hidden], the hidden states of the n targets that are EMBED.
         prepare_seconds: how long the host took to pack the plan and send it to the device.
@@ -242,7 +241,7 @@ class StepResult:
     """
 
     token_ids: IntArray
-    logprobs: Mapping[int, dict[int, Logprob]] = field(default_factory=dict)
+    logprobs: Mapping[int, TokenScores] = field(default_factory=dict)
     scores: TokenScores = NO_SCORES
     embeddings: FloatArray = field(default_factory=lambda: NO_EMBEDDINGS)
     prepare_seconds: float = 0.0

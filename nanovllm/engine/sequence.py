@@ -11,8 +11,8 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from nanovllm.engine.token_scores import TokenScores
-from nanovllm.outputs import FinishReason, Logprob
+from nanovllm.engine.token_scores import OutputScores, TokenScores
+from nanovllm.outputs import FinishReason
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.stop_strings import StopStringMatcher
 
@@ -215,8 +215,8 @@ class Sequence:
         self.stop_reason: int | str | None = None
         """The stop string, or the id in stop_token_ids, that ended the sequence. None if anything else ended it, the
         model's end-of-sequence id included."""
-        self.logprobs: list[dict[int, Logprob]] = []
-        """{token id: log-probability} per token of output; empty unless params.logprobs asks for them."""
+        self.logprobs = OutputScores()
+        """Those of the tokens of output; of none unless params.logprobs asks for them."""
         self.error: str | None = None
         """A message if finish_reason is "error"."""
 
@@ -260,7 +260,7 @@ class Sequence:
                 # sample, or a token that the grammar forbids.
                 num_kept = num_tokens - 1 if self.finish_reason == "error" else num_tokens
                 del self.token_ids[num_kept:]
-                del self.logprobs[num_kept - self.num_prompt_tokens :]
+                self.logprobs.drop(num_kept - self.num_prompt_tokens)
                 break
         return self.finish_reason
 

@@ -56,8 +56,13 @@ class TokenScores(NamedTuple):
         rows = (values[start:stop] for values in self)
         return TokenScores._make(values if values.ndim == 1 else values[:, :k] for values in rows)
 
-    def make_dicts(self, token_ids: Seq[int], counts: Seq[int]) -> list[dict[int, Logprob]]:
-        """Return {token id: log-probability} of each row: of its given token, and of as many others as `counts` says.
+    def copy_rows(self, counts: Seq[int]) -> list["TokenScores"]:
+        """Return each row by itself, with as many of the most likely tokens as `counts` says."""
+        rows = (self.cut(i, i + 1, k) for i, k in enumerate(counts))
+        return [TokenScores._make(values.copy() for values in row) for row in rows]
+
+    def make_dicts(self, token_ids: Seq[int]) -> list[dict[int, Logprob]]:
+        """Return {token id: log-probability} of each row: of its given token, and of the k most likely ones.
 
         Args:
             token_ids: the given tokens.
@@ -68,11 +73,41 @@ class TokenScores(NamedTuple):
         ranks[:, 1:] = np.where(top[:, 1:] < top[:, :-1], np.arange(2, top.shape[1] + 1), 1)
         ranks = np.maximum.accumulate(ranks, axis=1)
         columns: list[NDArray[Any]] = [self.logprobs, self.num_above + 1, self.top_ids, self.top_logprobs, ranks]
-        rows = zip(token_ids, counts, *(column.tolist() for column in columns), strict=True)
+        rows = zip(token_ids, *(column.tolist() for column in columns), strict=True)
         return [
-            make_logprobs([token_id, *ids[:k]], [value, *values[:k]], [rank, *others[:k]])
-            for token_id, k, value, rank, ids, values, others in rows
+            make_logprobs([token_id, *ids], [value, *values], [rank, *others])
+            for token_id, value, rank, ids, values, others in rows
         ]
 
 
 NO_SCORES = TokenScores.allocate(0, 0)
+
+
+class OutputScores:
+    """The scores of the tokens of an output. Dicts are made only for those who ask for dicts, once of each token."""
+
+    def __init__(self) -> None:
+        self._rows: list[TokenScores] = []
+        self._dicts: list[dict[int, Logprob]] = []
+
+    def append(self, row: TokenScores) -> None:
+        """Add the scores of the next token."""
+        self._rows.append(row)
+
+    def drop(self, first: int) -> None:
+        """Forget the tokens from `first` on."""
+        del self._rows[first:]
+        del self._dicts[first:]
+
+    def read(self, k: int, first: int = 0) -> TokenScores:
+        """Return the scores of the tokens from `first` on, with the k most likely ones or as many as there are."""
+        rows = self._rows[first:]
+        if not rows:
+            return TokenScores.allocate(0, k)
+        return TokenScores._make(map(np.concatenate, zip(*rows, strict=True))).cut(0, len(rows), k)
+
+    def list_dicts(self, token_ids: Seq[int], k: int) -> list[dict[int, Logprob]]:
+        """Return {token id: log-probability} of each token: see `TokenScores.make_dicts`. k is the same each time."""
+        first = len(self._dicts)
+        self._dicts += self.read(k, first).make_dicts(token_ids[first:])
+        return [*self._dicts]

@@ -11,7 +11,6 @@ from torch import Tensor
 from nanovllm.backends import Backend
 from nanovllm.engine.plan import IntArray, StepPlan
 from nanovllm.engine.token_scores import TokenScores
-from nanovllm.outputs import Logprob
 
 LOGITS_AT_A_TIME = 1024
 """How many rows of logits are made at a time, where those of a whole prompt are wanted."""
@@ -62,9 +61,9 @@ class Logprobs:
         """Return the values of all rows. Called once the step has ended on the device."""
         return TokenScores(*(tensor.numpy() for tensor in self._tensors))
 
-    def read_dicts(self, token_ids: IntArray) -> list[dict[int, Logprob]]:
-        """Return {token id: log-probability} of each row, as `read` does."""
-        return self.read().make_dicts(token_ids.tolist(), self._counts.tolist())
+    def read_rows(self) -> list[TokenScores]:
+        """Return the values of each row by itself, as `read` does."""
+        return self.read().copy_rows(self._counts.tolist())
 
 
 def start_logprobs(

@@ -9,8 +9,7 @@ from torch import Tensor
 from nanovllm.backends import Backend
 from nanovllm.backends.steps import Stopwatch
 from nanovllm.engine.plan import NO_EMBEDDINGS, StepPlan, StepResult
-from nanovllm.engine.token_scores import NO_SCORES
-from nanovllm.outputs import Logprob
+from nanovllm.engine.token_scores import NO_SCORES, TokenScores
 from nanovllm.runner.logprobs import Logprobs
 
 if TYPE_CHECKING:
@@ -51,13 +50,13 @@ class StepHandle:
         """Wait for the device, and return the tokens and scores of the step."""
         prepare_seconds, device_seconds = self._stopwatch.read()  # first: it waits
         token_ids = np.empty(0, np.int32)
-        logprobs: dict[int, dict[int, Logprob]] = {}
+        logprobs: dict[int, TokenScores] = {}
         if self._token_ids is not None:
             every_sample = self._token_ids.numpy()
             token_ids = every_sample[self._kept]
             if self._logprobs is not None:
                 found, asking = self._logprobs
                 indices = np.searchsorted(self._kept, asking).tolist()  # among the samples that are kept
-                logprobs = dict(zip(indices, found.read_dicts(every_sample[asking]), strict=True))
+                logprobs = dict(zip(indices, found.read_rows(), strict=True))
         targets = (NO_SCORES, NO_EMBEDDINGS) if self._targets is None else self._targets.read()
         return StepResult(token_ids, logprobs, *targets, prepare_seconds, device_seconds)

@@ -19,8 +19,8 @@ from safetensors.numpy import load_file
 
 from nanovllm import LLM, EngineConfig
 from nanovllm.apps.jobs.job import Status
+from nanovllm.apps.jobs.shards import Shards, read_metadata
 from nanovllm.apps.teach.run import TeachJob, run_teach_job
-from nanovllm.apps.teach.shards import Shards, read_metadata
 
 ENGINE: dict[str, Any] = {
     "dtype": "float32",
@@ -144,10 +144,10 @@ def test_a_job_goes_on_after_its_last_shard(source: Path, tmp_path: Path, monkey
     out = tmp_path / "out"
     write = Shards.write
 
-    def break_after_one(self: Shards, texts: Any) -> None:
-        if self.progress.num_shards == 1:
+    def break_after_one(self: Shards, texts: Any, progress: Any) -> None:
+        if self.num_shards == 1:
             raise RuntimeError("it breaks")
-        write(self, texts)
+        write(self, texts, progress)
 
     monkeypatch.setattr(Shards, "write", break_after_one)
     assert run(source, out) == Status.BROKEN

@@ -10,6 +10,7 @@ from nanovllm.apps.jobs.forms import FORMS, prepare_line
 from nanovllm.apps.jobs.line_adapters import LineAdapters
 from nanovllm.apps.jobs.request_lines import LineError, RequestLine, add_defaults, read_request_line
 from nanovllm.apps.jobs.result_lines import ResultLine, copy_result, make_error_line
+from nanovllm.apps.jobs.result_shards import ArrayReader
 from nanovllm.apps.jobs.reuse import KnownAnswers, name_request
 from nanovllm.apps.jobs.source import Line
 from nanovllm.utils.work_ahead import work_ahead
@@ -51,6 +52,7 @@ class Answering:
         stream: runs the requests, and yields (number, output) as each ends; None means `llm.run_requests`.
         admission: reads further ahead, and chooses the next line; None keeps the given order.
         known: finds the answers of equal requests; None if they cannot be read again.
+        arrays: reads the most likely tokens of each answer; None if nobody wants them.
     """
 
     llm: "LLM"
@@ -59,9 +61,10 @@ class Answering:
     defaults: Mapping[str, Any]
     adapters: LineAdapters
     done: Container[int] = ()
-    stream: "Callable[[Iterable[Any]], Iterator[tuple[int, Output]]] | None" = None
+    stream: Callable[[Iterable[Any]], Iterator[tuple[int, Any]]] | None = None
     admission: "Admission | None" = None
     known: KnownAnswers | None = None
+    arrays: ArrayReader | None = None
     _ids: DigestSet = field(default_factory=DigestSet, init=False)
     """The ids that lines had so far."""
     _running: dict[int, tuple[RunningLine, int]] = field(default_factory=dict, init=False)
@@ -72,7 +75,7 @@ class Answering:
 
     def answer(self, lines: Iterable[Line]) -> None:
         """Answer every line that is not done."""
-        stream = self.stream or self.llm.run_requests
+        stream = self.stream or (self.llm.run_requests if self.arrays is None else self.arrays.run)
         # After a Ctrl-C the traceback keeps generators alive, and one of these has a thread. They are closed here.
         with (
             closing(self._prepare(lines)) as prepared,
@@ -141,7 +144,7 @@ class Answering:
         self._num_waiting -= len(waiting)
         for other in waiting:
             if error is None:
-                self.write(copy_result(result.line, other, self.model_name))
+                self.write(copy_result(result.line, other, self.model_name)._replace(arrays=result.arrays))
             else:
                 self.write(make_error_line(other.number, LineError(error.code, str(error), other.custom_id)))
 
@@ -163,12 +166,17 @@ class Answering:
             for position, request in enumerate(requests):
                 self._running[number] = (running_line, position)
                 number += 1
-                yield request
+                yield request if self.arrays is None else self.arrays.ask(request)
 
-    def _end(self, number: int, output: "Output") -> None:
-        """Note the output of a request. If all requests of its line have ended, write the line's result."""
+    def _end(self, number: int, ended: Any) -> None:
+        """Note the output of a request. If all requests of its line have ended, write the line's result.
+
+        Args:
+            ended: what the stream yields: the output, or its sequence if arrays are read.
+        """
         running_line, position = self._running.pop(number)
         line, num_requests, outputs = running_line
+        output, arrays = (ended, ()) if self.arrays is None else self.arrays.read(line, ended)
         outputs[position] = output
         if len(outputs) < num_requests:
             return
@@ -178,4 +186,5 @@ class Answering:
             self._finish(line, make_error_line(line.number, error), error)
         else:
             in_order = [outputs[i] for i in range(num_requests)]
-            self._finish(line, FORMS[line.url].answer(line, in_order, self.llm, self.model_name))
+            result = FORMS[line.url].answer(line, in_order, self.llm, self.model_name)
+            self._finish(line, result._replace(arrays=arrays))

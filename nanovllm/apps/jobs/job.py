@@ -14,6 +14,26 @@ _OF_ONE_LINE = {"seed", "logprobs", "structured_outputs"}
 _OF_NO_LINE = {"prompt_logprobs", "prompt_logprob_start", "embed", "detokenize"}
 DEFAULTS = tuple(one.name for one in fields(SamplingParams) if one.name not in _OF_ONE_LINE | _OF_NO_LINE)
 """The sampling parameters that a job may give to all lines. A line may have a seed, too."""
+SHARD_FORMATS = ("safetensors", "parquet")
+
+
+@dataclass(frozen=True)
+class ShardOptions:
+    """The shards that hold the most likely tokens in the place of each token of the lines.
+
+    Attributes:
+        folder: where they are written.
+        top: how many of the most likely tokens they have.
+        format: of `SHARD_FORMATS`.
+        logprobs_dtype: "float16" or "float32".
+        tokens: a shard ends with the line that gives it so many tokens.
+    """
+
+    folder: str
+    top: int = 64
+    format: str = "safetensors"
+    logprobs_dtype: str = "float16"
+    tokens: int = 1 << 14
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +49,7 @@ class Job:
         sampling: the sampling parameters of lines that have no value of their own.
         reuse: files of results, whose answers are copied where the request is the same.
         reuse_close: copy them even where the engine does not promise the same bits.
+        shards: get the most likely tokens in the place of each generated one; None if nobody wants them.
     """
 
     input: str
@@ -41,6 +62,7 @@ class Job:
     sampling: Mapping[str, Any] = field(default_factory=dict)
     reuse: Sequence[str] = ()
     reuse_close: bool = False
+    shards: ShardOptions | None = None
 
 
 class Status(IntEnum):

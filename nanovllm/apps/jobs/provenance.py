@@ -103,6 +103,15 @@ def describe_processor(engine: "LLMEngine") -> str:
     return f"{name} {target}".rstrip()
 
 
+def read_teacher(engine: "LLMEngine") -> dict[str, str]:
+    """Return the provenance of arrays of token ids: also the digest of the tokenizer in the model's folder."""
+    origin = engine.facts.origin
+    own = {}
+    if isinstance(origin, Path) and origin.is_dir():
+        own["tokenizer"] = digest_files(origin, OWN_TOKENIZER)
+    return own | read_provenance(engine)
+
+
 def read_provenance(engine: "LLMEngine") -> dict[str, str]:
     """Return the model's digest, versions and device. A resumed job may go on only if they are the same.
 

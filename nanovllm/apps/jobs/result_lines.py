@@ -12,7 +12,7 @@ import xxhash
 from nanovllm.apps.jobs.request_lines import LineError, RequestLine, read_num_logprobs, read_structured_outputs
 
 if TYPE_CHECKING:
-    from nanovllm.outputs import Output
+    from nanovllm.outputs import Output, ScoreArrays
 
 _ID = re.compile(r"batch_req_([1-9][0-9]{0,17})", re.ASCII)
 """The id of a result holds the number of the input line that it answers. A resumed job reads it back from there."""
@@ -42,6 +42,7 @@ class ResultLine(NamedTuple):
         error: the error's code and message, or None.
         request_name: see `name_request`.
         is_copy: whether an equal request was answered, and this is its answer.
+        arrays: those of each choice, if they were asked for.
     """
 
     number: int
@@ -50,6 +51,8 @@ class ResultLine(NamedTuple):
     error: tuple[str, str] | None = None
     request_name: str = ""
     is_copy: bool = False
+    custom_id: str | None = None
+    arrays: "Sequence[ScoreArrays]" = ()
 
 
 class EarlierLine(NamedTuple):
@@ -66,7 +69,7 @@ def make_error_line(number: int, error: LineError) -> ResultLine:
     summary = {"code": error.code, "message": f"line {number}: {error}", "line": number}
     body = {"error": {"message": summary["message"], "type": kind, "param": None, "code": error.code}}
     encoded = encode_line(number, error.custom_id, status, body, summary)
-    return ResultLine(number, encoded, None, (error.code, f"line {number}: {error}"))
+    return ResultLine(number, encoded, None, (error.code, f"line {number}: {error}"), custom_id=error.custom_id)
 
 
 def make_result_line(
@@ -143,7 +146,7 @@ def make_good_line(request: RequestLine, body: Mapping[str, Any], usage: Usage, 
     if is_copy:
         extra["is_copy"] = True
     encoded = encode_line(request.number, request.custom_id, 200, body, extra=extra)
-    return ResultLine(request.number, encoded, usage, None, request.request_name, is_copy)
+    return ResultLine(request.number, encoded, usage, None, request.request_name, is_copy, request.custom_id)
 
 
 def copy_result(raw: bytes, request: RequestLine, model_name: str) -> ResultLine:

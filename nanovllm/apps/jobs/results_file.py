@@ -6,6 +6,7 @@ import os
 import shutil
 import stat
 import threading
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -66,6 +67,11 @@ class ResultsFile:
         if end is not None:
             self._thread.start()
 
+    @property
+    def size(self) -> int:
+        """How many bytes the file has; 0 if it is a stream."""
+        return self._end or 0
+
     def append(self, line: bytes) -> int:
         """Write one line, and return its offset in the file, 0 in a stream.
 
@@ -91,6 +97,13 @@ class ResultsFile:
             return 0
         self._end += len(line)
         return self._end - len(line)
+
+    def sync(self) -> None:
+        """Bring the lines to the disk. OutputError if that fails."""
+        try:
+            self._sync()
+        except OSError as error:
+            raise cannot_write(self._name, error) from error
 
     def _check_size(self) -> None:
         if self._end is not None and (size := os.fstat(self._descriptor).st_size) != self._end:
@@ -170,13 +183,18 @@ def lock_file(descriptor: int, path: str) -> None:
 
 
 def open_results(
-    path: str, manifest: Manifest, numbers: LineSet, overwrite: bool
+    path: str,
+    manifest: Manifest,
+    numbers: LineSet,
+    overwrite: bool,
+    recover: Callable[[int], int] = lambda size: size,
 ) -> tuple[ResultsFile, EarlierResults]:
     """Open the results, new or begun, and read what earlier runs wrote.
 
     Args:
         path: a file, or "-".
         numbers: the numbers of the input lines.
+        recover: returns, for the size of the results in bytes, how many of these bytes may stay.
 
     Returns:
         The file, and the results of earlier runs.
@@ -200,7 +218,7 @@ def open_results(
         try:
             if stat.S_ISREG(os.fstat(descriptor).st_mode):
                 lock_file(descriptor, path)
-                earlier = _prepare_file(descriptor, Path(path), manifest, numbers, overwrite)
+                earlier = _prepare_file(descriptor, Path(path), manifest, numbers, overwrite, recover)
                 end = earlier.end
         except OSError as error:
             raise cannot_write(path, error) from error
@@ -208,7 +226,14 @@ def open_results(
         return ResultsFile(descriptor, path, end, manifest), earlier
 
 
-def _prepare_file(descriptor: int, path: Path, manifest: Manifest, numbers: LineSet, overwrite: bool) -> EarlierResults:
+def _prepare_file(
+    descriptor: int,
+    path: Path,
+    manifest: Manifest,
+    numbers: LineSet,
+    overwrite: bool,
+    recover: Callable[[int], int],
+) -> EarlierResults:
     """Check that the file is this job's, read its results, and cut off a torn last line."""
     if overwrite:  # the results go before their manifest, so that old results never lie beside a new manifest
         os.ftruncate(descriptor, 0)
@@ -218,6 +243,10 @@ def _prepare_file(descriptor: int, path: Path, manifest: Manifest, numbers: Line
         manifest.resume(size)
     else:
         manifest.create()
+    if (kept := recover(size)) < size:
+        os.ftruncate(descriptor, kept)
+        os.fsync(descriptor)
+        size = kept
     earlier = _read_earlier(path, numbers)
     if earlier.end < size:
         logger.warning("%s: the last line is torn: its %d bytes are removed", path, size - earlier.end)

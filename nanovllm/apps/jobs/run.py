@@ -8,7 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, fields
 from itertools import islice
 from pathlib import Path
@@ -23,6 +23,7 @@ from nanovllm.apps.jobs.line_adapters import LineAdapters
 from nanovllm.apps.jobs.manifest import Manifest, read_manifest, write_json
 from nanovllm.apps.jobs.request_lines import LineError, find_foreign_model, read_request_line
 from nanovllm.apps.jobs.result_lines import ResultLine
+from nanovllm.apps.jobs.result_shards import ArrayReader, ResultShards
 from nanovllm.apps.jobs.results_file import open_results
 from nanovllm.apps.jobs.reuse import KnownAnswers
 from nanovllm.apps.jobs.source import STANDARD, InputDigest, InputError, Reading, Source, is_file
@@ -64,7 +65,8 @@ class OpenJob:
         done: the numbers of the lines that have a result.
         options: the engine's options that decide the answers.
         manifest: tells which job and which engine the results are of.
-        known: finds the answers of equal requests; None if the results go to a pipe.
+        known: finds the answers of equal requests; None if the results go to a pipe, or have arrays beside them.
+        shards: keeps the arrays of the results; None if nobody wants them.
         num_left: lines that have no result yet; None if the input can be read only once.
     """
 
@@ -89,26 +91,63 @@ class OpenJob:
             _check_lines(job, self.source, len(numbers))
             if is_file(job.output):
                 options = {**self.options, "served_model_name": job.model_name, **job.sampling}
+                if job.shards is not None:
+                    kind = {"top": job.shards.top, "format": job.shards.format, "dtype": job.shards.logprobs_dtype}
+                    options["top_logprobs"] = kind
                 identity = {"input": self.first_reading.digest._asdict(), "options": options}
         if identity is None:
             logger.warning("a job from or to a pipe cannot be resumed: if it ends early, its work is lost")
         self.manifest = Manifest(Path(job.output), identity, job.accept_changes)
-        self._results, earlier = open_results(job.output, self.manifest, numbers, job.overwrite)
+        self.shards = None if job.shards is None else ResultShards(job.shards, job, self.source, identity)
+        try:
+            recover = {} if self.shards is None else {"recover": self.shards.recover}
+            self._results, earlier = open_results(job.output, self.manifest, numbers, job.overwrite, **recover)
+        except BaseException:
+            if self.shards is not None:
+                self.shards.close()
+            raise
         self.done = earlier.done
-        self.known = KnownAnswers(job.output, earlier.offsets, job.model_name) if is_file(job.output) else None
+        self.known = None
+        if is_file(job.output) and self.shards is None:
+            self.known = KnownAnswers(job.output, earlier.offsets, job.model_name)
         counts.num_earlier = len(self.done)
         counts.num_failed = earlier.num_failed
         counts.num_succeeded = counts.num_earlier - counts.num_failed
         self.num_left = None if self.first_reading is None else len(numbers) - len(self.done)
 
     def write(self, result: ResultLine) -> None:
-        """Append a line to the results, and count it. Raises an OutputError if it cannot be written."""
+        """Append a line to the results, or hold it until its shard is full. OutputError if it cannot be written."""
         if not self.done.add(result.number):
             raise RuntimeError(f"line {result.number} was answered twice")
+        if self.shards is None:
+            self._append(result)
+        elif self.shards.hold(result):
+            self._release()
+
+    def _release(self) -> None:
+        """Write the arrays of the held results, and then append these results."""
+        if self.shards is not None:
+            self._results.sync()  # a shard that is on the disk tells that all before it is
+            for result in self.shards.release(self._results.size):
+                self._append(result)
+
+    def _append(self, result: ResultLine) -> None:
+        """Append a line to the results, and count it."""
         offset = self._results.append(result.line)
         if self.known is not None and result.request_name:
             self.known.add(result.request_name, offset)
         self.counts.count(result)
+
+    def note_engine(self, engine: "LLMEngine") -> None:
+        """Compare the engine with that of the earlier answers, and record it. ValueError if it is another one."""
+        from nanovllm.apps.jobs.provenance import describe_processor, read_provenance, read_teacher  # it imports torch
+
+        found = [(self.manifest, read_provenance(engine))]
+        if self.shards is not None:
+            found.append((self.shards.manifest, read_teacher(engine)))
+        for manifest, provenance in found:
+            manifest.check_engine(provenance)
+            manifest.note_processor(describe_processor(engine))
 
     def reuse_others(self, engine: "LLMEngine") -> None:
         """Note the answers of the jobs that may be reused.
@@ -185,7 +224,11 @@ class OpenJob:
         """Bring the results to the disk. Raises an OutputError if that fails, or if they were moved or changed."""
         if self.known is not None:
             self.known.close()
-        self._results.close()
+        with ExitStack() as closing_all:
+            closing_all.callback(self._results.close)
+            if self.shards is not None:
+                closing_all.callback(self.shards.close)
+                self._release()
 
 
 def _check_lines(job: Job, source: Source, num_lines: int) -> None:
@@ -240,8 +283,6 @@ def run_job(job: Job) -> Status:
 
 
 def _answer_here(work: OpenJob) -> None:
-    from nanovllm.apps.jobs.provenance import describe_processor, read_provenance  # it imports torch
-
     work.check_adapters(are_allowed=work.job.config.data_parallel_size == 1)
     reading = Reading(work.source)
     first = work.first_reading
@@ -250,8 +291,7 @@ def _answer_here(work: OpenJob) -> None:
     with closing(load_llm(work.job.config)) as llm, work.counts.show(llm.stats) as bar:
         work.counts.load_seconds = time.perf_counter() - since
         llm.engine.observers.append(bar)
-        work.manifest.check_engine(read_provenance(llm.engine))
-        work.manifest.note_processor(describe_processor(llm.engine))
+        work.note_engine(llm.engine)
         work.reuse_others(llm.engine)
         # An adapter that no line needs any more may be gone: `OpenJob.check_adapters` has checked the others.
         present = [folder for folder in work.manifest.adapters if find_lacking(Path(folder).expanduser()) is None]
@@ -260,6 +300,8 @@ def _answer_here(work: OpenJob) -> None:
         job = work.job
         adapters = LineAdapters(llm, work.manifest.check_adapters, earlier)
         answering = Answering(llm, work.write, job.model_name, job.sampling, adapters, work.done, known=work.known)
+        if job.shards is not None:
+            answering.arrays = ArrayReader(llm, job.shards.top)
         if first is not None and job.config.order == "auto":  # whoever writes into a pipe may wait for answers
             from nanovllm.engine.admission import Admission
 

@@ -164,8 +164,6 @@ class AsyncLLM:
             return engine.make_output(seq), pieces.read(seq)
         output = make_output(seq, None)  # without its text, which `pieces` make
         output.finished = False
-        if output.logprobs is not None:
-            output["logprobs"] = [*output.logprobs]  # the sequence's own list grows in the steps of other tasks
         set_decoder((output.logprobs or [])[num_seen:], engine.tokenizer)
         set_decoder(output.prompt_logprobs or [], engine.tokenizer)
         return output, pieces.read(seq)

@@ -1,11 +1,9 @@
 """Runs a job that teaches, from its input to its exit status. The same command resumes it after its last shard."""
 
-import os
 import time
 from collections.abc import Generator
 from contextlib import closing
 from dataclasses import dataclass, fields
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,20 +11,17 @@ import numpy as np
 
 from nanovllm.apps.jobs.compact_sets import DigestSet
 from nanovllm.apps.jobs.counts import JobCounts
-from nanovllm.apps.jobs.job import IncompleteError, Status, cannot_write
+from nanovllm.apps.jobs.job import IncompleteError, ShardOptions, Status
 from nanovllm.apps.jobs.manifest import Manifest
 from nanovllm.apps.jobs.request_lines import LineError, read_request_line
 from nanovllm.apps.jobs.result_lines import ResultLine, Usage
-from nanovllm.apps.jobs.results_file import lock_file
 from nanovllm.apps.jobs.run import load_llm, supervise
-from nanovllm.apps.jobs.source import Line, Reading, Source, is_file
-from nanovllm.apps.teach.shards import FORMATS, ScoredText, Shards
+from nanovllm.apps.jobs.shards import ScoredText, Shards
+from nanovllm.apps.jobs.source import Line, Reading, Source
 from nanovllm.apps.teach.texts import Text, prepare_text
 from nanovllm.config import EngineConfig
 from nanovllm.features.scoring.arrays import allocate, make_params, read_arrays
-from nanovllm.models.hub import TOKENIZER
 from nanovllm.utils.checks import as_integer, quote
-from nanovllm.utils.digests import digest_files
 from nanovllm.utils.work_ahead import work_ahead
 
 if TYPE_CHECKING:
@@ -44,11 +39,8 @@ class TeachJob:
     Attributes:
         input: a file, or a folder of files, with lines as `run-batch` reads them.
         output: the folder of the shards.
-        top: how many of the most likely tokens are written in the place of each.
-        format: of `FORMATS`.
-        logprobs_dtype: of `DTYPES`.
+        top, format, logprobs_dtype, shard_tokens: as in `ShardOptions`.
         only_assistant: of a conversation, only the messages of the assistant count.
-        shard_tokens: a shard ends with the line that gives it so many tokens.
         overwrite, accept_changes, stats: as in `Job`.
     """
 
@@ -70,6 +62,20 @@ OF_JOB = ("model_name", "top", "format", "logprobs_dtype", "only_assistant", "sh
 """The fields of a job that decide what the shards hold."""
 
 
+@dataclass
+class Progress:
+    """Tells what is done when a shard is written.
+
+    Attributes:
+        last_line: the number of the last line that the shards hold; 0 if there is none.
+        num_lines, num_failed: how many lines they hold, and how many of these are errors.
+    """
+
+    last_line: int = 0
+    num_lines: int = 0
+    num_failed: int = 0
+
+
 class OpenTeaching:
     """A job while it runs.
 
@@ -81,9 +87,6 @@ class OpenTeaching:
     def __init__(self, job: TeachJob, counts: JobCounts) -> None:
         """Raises a ValueError or an InputError if the job cannot run, or if the shards are another job's."""
         as_integer(job.top, "--top", 1)
-        as_integer(job.shard_tokens, "--shard-tokens", 1)
-        if job.format == "parquet" and find_spec("pyarrow") is None:
-            raise ValueError("--format parquet needs pyarrow: pip install pyarrow, or leave the option out")
         self.job = job
         self.counts = counts
         self.source = Source(job.input)
@@ -95,27 +98,10 @@ class OpenTeaching:
         counts.num_lines = sum(1 for _ in self.first_reading)
         names = [field.name for field in fields(job.config) if field.metadata["affects"] == "results"]
         options = {name: getattr(job.config, name) for name in names} | {name: getattr(job, name) for name in OF_JOB}
-        folder = Path(job.output)
         identity = {"input": self.first_reading.digest._asdict(), "options": options}
-        self.manifest = Manifest(folder / "teach", identity, job.accept_changes)
-        self.shards = Shards(folder, job.format, job.logprobs_dtype, job.top)
-        if not is_file(job.output) or folder.is_file():
-            raise ValueError(f"the output {quote(job.output)} must be a folder, or become one")
-        if self.source.is_folder and folder.resolve().is_relative_to(Path(job.input).resolve()):
-            raise ValueError(
-                f"the output {job.output} lies in the input {job.input}, whose files are all read as texts"
-            )
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            self._descriptor = os.open(folder, os.O_RDONLY)
-        except OSError as error:
-            raise cannot_write(folder, error) from error
-        try:
-            lock_file(self._descriptor, job.output)
-            self._find_shards()
-        except BaseException:
-            self.close()
-            raise
+        self.manifest = Manifest(Path(job.output) / "teach", identity, job.accept_changes)
+        shards = ShardOptions(job.output, job.top, job.format, job.logprobs_dtype, job.shard_tokens)
+        self.shards = Shards(shards, self.manifest, self.source, Progress, job.overwrite)
         progress = self.shards.progress
         self.done = range(progress.num_lines)
         counts.num_earlier = progress.num_lines
@@ -123,23 +109,11 @@ class OpenTeaching:
         counts.num_succeeded = progress.num_lines - progress.num_failed
         self.num_left = counts.num_lines - progress.num_lines
 
-    def _find_shards(self) -> None:
-        """Find the shards of earlier runs, and check that they are this job's."""
-        earlier = [path for kind in FORMATS for path in Path(self.job.output).glob(f"shard-*.{kind}")]
-        try:
-            while self.job.overwrite and earlier:
-                earlier.pop().unlink()
-        except OSError as error:
-            raise cannot_write(self.job.output, error) from error
-        if earlier:
-            self.manifest.resume(0)
-            self.shards.find()
-        else:
-            self.manifest.create()
-
     def write(self, texts: list[ScoredText]) -> None:
         """Write a shard, and count its lines."""
-        self.shards.write(texts)
+        before = self.shards.progress
+        num_failed = before.num_failed + sum(text.error is not None for text in texts)
+        self.shards.write(texts, Progress(texts[-1].number, before.num_lines + len(texts), num_failed))
         for text in texts:
             usage = Usage(len(text.mask), 0, 0) if text.error is None else None
             self.counts.count(ResultLine(text.number, b"", usage, text.error))
@@ -153,7 +127,7 @@ class OpenTeaching:
 
     def close(self) -> None:
         """Give the lock back."""
-        os.close(self._descriptor)
+        self.shards.close()
 
 
 class Teaching:
@@ -243,17 +217,13 @@ def run_teach_job(job: TeachJob) -> Status:
 
 
 def _teach_here(work: OpenTeaching) -> None:
-    from nanovllm.apps.jobs.provenance import describe_processor, read_provenance  # it imports torch
+    from nanovllm.apps.jobs.provenance import describe_processor, read_teacher  # it imports torch
 
     since = time.perf_counter()
     with closing(load_llm(work.job.config)) as llm, work.counts.show(llm.stats) as bar:
         work.counts.load_seconds = time.perf_counter() - since
         llm.engine.observers.append(bar)
-        origin = llm.engine.facts.origin
-        tokenizer = (
-            {"tokenizer": digest_files(origin, TOKENIZER)} if isinstance(origin, Path) and origin.is_dir() else {}
-        )
-        work.manifest.check_engine(tokenizer | read_provenance(llm.engine))
+        work.manifest.check_engine(read_teacher(llm.engine))
         work.manifest.note_processor(describe_processor(llm.engine))
         teaching = Teaching(work, llm)
         lines = Reading(work.source)

@@ -52,6 +52,16 @@ def read_arrays(seq: Sequence) -> ScoreArrays:
     return arrays
 
 
+def read_output_arrays(seq: Sequence, top: int) -> ScoreArrays:
+    """Return what was expected in the place of each token that a sequence generated, with the `top` most likely tokens.
+
+    Its request must have asked for so many, or more, with `logprobs`.
+    """
+    scores = seq.logprobs.read(top)
+    token_ids = np.array(seq.output_token_ids, np.int32)
+    return ScoreArrays(token_ids, scores.logprobs, scores.top_ids, scores.top_logprobs)
+
+
 def allocate(token_ids: Iterable[int], top: int) -> ScoreArrays:
     """Return the arrays of a text none of whose tokens is scored yet."""
     tokens = np.fromiter(token_ids, np.int32)
