@@ -306,8 +306,8 @@ class LLM:
         """Order documents by how well they answer a query, the best first.
 
         A model with a head of one label scores each pair of query and document, written as sentence-transformers'
-        CrossEncoder writes it. Any other model is asked as Qwen3-Reranker is, and the score is the probability of "yes"
-        beside "no".
+        CrossEncoder writes it, and cut where the folder limits it. Any other model is asked as Qwen3-Reranker is, and
+        the score is the probability of "yes" beside "no".
 
         Args:
             instruction: what the query asks for; None takes the text of Qwen3-Reranker's card. Of a model with a head,

@@ -173,6 +173,7 @@ def test_what_a_model_does_not_have_is_refused_by_name(tmp_path: Path) -> None:
         LLM(tmp_path / "scores", **OPTIONS)
 
 
+FORWARD = {"method": "forward", "method_output_name": "logits"}
 DOCUMENTS = ["the capital of Spain is Madrid", "5 + 7 = 12", "count from 3 to 9", "the capital of Peru is Lima"]
 QUERY = "what is the capital of Spain?"
 
@@ -217,6 +218,71 @@ def test_pairs_are_scored_as_a_cross_encoder_scores_them(
     found = {one.index: one.relevance_score for one in ranked}
     np.testing.assert_allclose([found[i] for i in range(len(DOCUMENTS))], expected, atol=2e-4)
     assert all(one.document == DOCUMENTS[one.index] for one in ranked)
+
+
+LONG = [text * count for text, count in zip(DOCUMENTS, (1, 3, 9, 2), strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("template", "file", "change"),
+    [
+        ("", "tokenizer_config.json", {"model_max_length": 20}),
+        ("", "sentence_bert_config.json", {"max_seq_length": 9}),
+        ("", "config.json", {"max_position_embeddings": 24}),
+        ("chat", "tokenizer_config.json", {"model_max_length": 30}),
+        ("pairs", "sentence_bert_config.json", {"max_seq_length": 25}),
+        ("pairs", "sentence_bert_config.json", {"max_seq_length": 3}),
+        ("pairs", "tokenizer_config.json", {"model_max_length": 25, "truncation_side": "left"}),
+        ("pairs", "tokenizer_config.json", {"model_max_length": 25, "chat_template": None}),
+        ("chat", "sentence_bert_config.json", {"modality_config": {"text": FORWARD}, "max_seq_length": 20}),
+        (
+            "pairs",
+            "sentence_bert_config.json",
+            {"processing_kwargs": {"chat_template": {"restore_suffix": False}}},
+        ),
+    ],
+    ids=str,
+)
+def test_longer_pairs_are_cut_as_a_cross_encoder_cuts_them(
+    template: str, file: str, change: dict[str, Any], reranker: Path, tmp_path: Path
+) -> None:
+    """At the limit that the folder's files state, which are written by sentence-transformers and then changed."""
+    cross_encoder = pytest.importorskip("sentence_transformers").CrossEncoder
+    shutil.copytree(reranker, tmp_path, dirs_exist_ok=True)
+    if template != "chat":
+        (tmp_path / "chat_template.jinja").unlink()
+    if template == "pairs":
+        (tmp_path / "chat_template.jinja").write_text(PAIR_TEMPLATE)
+    cross_encoder(str(tmp_path), device="cpu").save_pretrained(str(tmp_path))
+    edit_json(tmp_path / "tokenizer_config.json", model_max_length=35)
+    edit_json(tmp_path / file, **change)
+    encoder = cross_encoder(str(tmp_path), device="cpu")
+    expected = encoder.predict([(QUERY, document) for document in LONG], show_progress_bar=False)
+    with LLM(tmp_path, **{**OPTIONS, "max_model_len": None}) as llm:
+        found = {one.index: one.relevance_score for one in llm.rerank(QUERY, LONG)}
+    np.testing.assert_allclose([found[i] for i in range(len(LONG))], expected, atol=2e-4)
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        ({"modality_config": {"message": FORWARD}}, "has no chat template, and modality_config"),
+        ({"modality_config": {"text": {**FORWARD, "method": "encode"}}}, "modality_config in .*'encode'"),
+        ({"modality_config": {"image": FORWARD}}, "modality_config in .*image"),
+        ({"do_lower_case": True}, "do_lower_case is True"),
+        ({"max_seq_length": 0}, "max_seq_length is 0"),
+    ],
+    ids=str,
+)
+def test_what_a_folder_asks_of_pairs_and_cannot_be_had_is_refused(
+    change: dict[str, Any], error: str, reranker: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(reranker, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "chat_template.jinja").unlink()
+    (tmp_path / "modules.json").write_text("[]")
+    (tmp_path / "sentence_bert_config.json").write_text(json.dumps(change))
+    with pytest.raises(ValueError, match=error), LLM(tmp_path, **OPTIONS) as llm:
+        llm.rerank(QUERY, DOCUMENTS)
 
 
 @pytest.mark.parametrize("activation", ["Sigmoid", "Identity"])

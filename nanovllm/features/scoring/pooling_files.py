@@ -90,7 +90,7 @@ def _read_pooling(folder: Path, hidden_size: int) -> Pooling:
         size=size,
         dimensions=dimensions,
         prompt=prompt,
-        max_tokens=_read_max_tokens(folder),
+        max_tokens=read_max_tokens(folder, read_transformer(folder, NEUTRAL)),
     )
 
 
@@ -186,22 +186,39 @@ def _read_prompt(source: Path) -> tuple[str, int | None]:
     return prompt, dimensions
 
 
-def _read_max_tokens(folder: Path) -> int | None:
-    """Return the most tokens of a text, None for no limit, if everything else in the Transformer's file can be had."""
+def read_transformer(folder: Path, neutral: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the Transformer's file says; {} without a file.
+
+    Args:
+        neutral: keys that change texts or vectors, each with the only value that can be had.
+
+    Raises:
+        ValueError: the file asks for something else.
+    """
     sources = [folder / f"sentence_{kind}_config.json" for kind in KINDS]
     source = next((path for path in sources if path.is_file()), None)
-    data = {} if source is None else read_json(source)
-    if source is not None:
-        _refuse_keys(source, data, {*NEUTRAL, *HARMLESS, *ARGUMENTS})
-        for name, neutral in NEUTRAL.items():
-            if data.get(name) not in (None, neutral):
-                raise refuse(data[name], f"{source}: {name}", quote(neutral))
-        for name in ARGUMENTS:
-            arguments = data.get(name) or {}
-            if not isinstance(arguments, dict) or not arguments.keys() <= HARMLESS_ARGUMENTS:
-                raise refuse(arguments, f"{source}: {name}", f"of the keys {', '.join(sorted(HARMLESS_ARGUMENTS))}")
+    if source is None:
+        return {}
+    data = read_json(source)
+    _refuse_keys(source, data, {*NEUTRAL, *HARMLESS, *ARGUMENTS})
+    for name, value in neutral.items():
+        if data.get(name) not in (None, value):
+            raise refuse(data[name], f"{source}: {name}", quote(value))
+    for name in ARGUMENTS:
+        arguments = data.get(name) or {}
+        if not isinstance(arguments, dict) or not arguments.keys() <= HARMLESS_ARGUMENTS:
+            raise refuse(arguments, f"{source}: {name}", f"of the keys {', '.join(sorted(HARMLESS_ARGUMENTS))}")
+    return data
+
+
+def read_max_tokens(folder: Path, data: Mapping[str, Any]) -> int | None:
+    """Return the most tokens of a text; None if there is no limit.
+
+    Args:
+        data: see `read_transformer`.
+    """
     if (limit := data.get("max_seq_length")) is not None:
-        return as_integer(limit, f"{source}: max_seq_length", 1)
+        return as_integer(limit, f"{folder}: max_seq_length", 1)
     path = folder / "tokenizer_config.json"
     limit = read_json(path).get("model_max_length") if path.is_file() else None
     is_limit = isinstance(limit, int) and not isinstance(limit, bool) and limit > 0

@@ -1,13 +1,13 @@
 """How well documents answer a query: by a head that scores pairs, or by a model that answers "yes" or "no"."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from nanovllm.engine.pooling import Pooling
 from nanovllm.features.scoring.heads import Head, prepare_texts, read_classification
-from nanovllm.features.scoring.pair_files import read_pair_files
+from nanovllm.features.scoring.pair_files import PairFiles, read_pair_files
 from nanovllm.features.scoring.score import read_score
 from nanovllm.outputs import Output, Ranking
 from nanovllm.sampling_params import SamplingParams
@@ -29,6 +29,8 @@ TEMPLATE = (
 OF_TEMPLATE = ("<|im_start|>", "<|im_end|>")
 """The tokens that it needs."""
 ANSWERS = ("yes", "no")
+FILLERS = ("0", "1 2 3 4")
+"""Two texts that end in different tokens: a template's ending is all that it writes after both of them."""
 ROLES = ("system", "query", "document")
 """The roles of the messages that a chat template gets for a pair. The system's is the instruction."""
 
@@ -84,10 +86,10 @@ def prepare_pairs(
     if not isinstance(pooling, Head) and answers is None:
         answers = find_answers(llm, tokenizer)
         prompts = fill_template(llm, tokenizer, queries, documents, instruction or INSTRUCTION)
-    elif tokenizer.template_tokenizer.chat_template is None:
-        prompts = join_pairs(llm, tokenizer, queries, documents, given)
+    elif files.has_template or (files.has_template is None and tokenizer.template_tokenizer.chat_template is not None):
+        prompts = render_pairs(llm, tokenizer, queries, documents, given, files)
     else:
-        prompts = render_pairs(llm, tokenizer, queries, documents, given, files.options)
+        prompts = join_pairs(llm, tokenizer, queries, documents, given, files.max_tokens)
     if isinstance(pooling, Head):
         return prepare_texts(llm, prompts, kind="pair")
     requests = []
@@ -100,14 +102,23 @@ def prepare_pairs(
 
 
 def join_pairs(
-    llm: Any, tokenizer: Tokenizer, queries: Sequence[str], documents: Sequence[str], instruction: str
+    llm: Any,
+    tokenizer: Tokenizer,
+    queries: Sequence[str],
+    documents: Sequence[str],
+    instruction: str,
+    max_tokens: int | None,
 ) -> list[list[int]]:
-    """Return the tokens of each pair, which the tokenizer joins, as CrossEncoder does without a chat template."""
+    """Return the tokens of each pair, which the tokenizer joins, as CrossEncoder does without a chat template.
+
+    Of a pair that is longer than max_tokens the longer text is cut until both are equally long, and then both.
+    """
     starts = [instruction + query for query in queries]
     for i, pair in enumerate(zip(starts, documents, strict=True)):
         with name_errors("pair", i, len(documents)):
             tokenizer.check("".join(pair))
-    pairs: list[list[int]] = llm.get_tokenizer()(starts, list(documents))["input_ids"]
+    cut = {} if max_tokens is None else {"truncation": "longest_first", "max_length": max_tokens}
+    pairs: list[list[int]] = llm.get_tokenizer()(starts, list(documents), **cut)["input_ids"]
     return pairs
 
 
@@ -117,18 +128,25 @@ def render_pairs(
     queries: Sequence[str],
     documents: Sequence[str],
     instruction: str,
-    options: Mapping[str, Any],
+    files: PairFiles,
 ) -> list[list[int]]:
     """Return the tokens of each pair, which the folder's chat template writes, as CrossEncoder does with one.
 
-    Query and document are messages with these roles, after a system's message with the instruction.
+    Query and document are messages with these roles, after a system's message with the instruction. Of a pair that is
+    longer than the limit the last tokens are left out, but what the template writes after the texts takes the place of
+    the last ones that stay.
 
     Raises:
-        ValueError: the template leaves one of them out.
+        ValueError: there is no template, or it leaves one of them out.
     """
     from nanovllm.features.conversations import ChatTemplate
 
-    template = ChatTemplate(tokenizer, {"add_generation_prompt": False, **options})
+    if tokenizer.template_tokenizer.chat_template is None:
+        raise ValueError(
+            f"{quote(llm.engine.config.model)} has no chat template, and modality_config in its "
+            'sentence_bert_config.json names "message", for which a template writes the pair'
+        )
+    template = ChatTemplate(tokenizer, {"add_generation_prompt": False, **files.options})
 
     def render(*contents: str) -> str:
         named = zip(ROLES, contents, strict=True)
@@ -148,7 +166,27 @@ def render_pairs(
                 "reranker, or none, which joins the two texts"
             )
     texts = [render(instruction, query, document) for query, document in zip(queries, documents, strict=True)]
-    return tokenise_pairs(llm, tokenizer, texts)
+    pairs = tokenise_pairs(llm, tokenizer, texts)
+    most = files.max_tokens
+    if most is None or max(map(len, pairs)) < most:
+        return pairs
+    ending: list[int] = []
+    if files.keeps_ending:
+        ending = find_common_ending(*tokenise_pairs(llm, tokenizer, [render(instruction, *2 * [w]) for w in FILLERS]))
+    starts_late = tokenizer.template_tokenizer.truncation_side == "left"
+    cut = [pair[-most:] if starts_late else pair[:most] for pair in pairs]
+    kept = min(len(ending), most)
+    return [pair if len(pair) < most else pair[: most - kept] + ending[len(ending) - kept :] for pair in cut]
+
+
+def find_common_ending(first: Sequence[int], second: Sequence[int]) -> list[int]:
+    """Return the tokens with which both texts end; none if one text is nothing else."""
+    count = 0
+    for left, right in zip(reversed(first), reversed(second), strict=False):
+        if left != right:
+            break
+        count += 1
+    return list(first[len(first) - count :]) if count < min(len(first), len(second)) else []
 
 
 def find_answers(llm: Any, tokenizer: Tokenizer) -> list[list[int]]:
