@@ -328,7 +328,7 @@ def _add_teach(commands: Any) -> None:
         "teach",
         help="write what a model expects in texts, for a smaller model to learn from",
         description="Write, for each token of each text, the most likely tokens and their log-probabilities. A line is "
-        'one that run-batch reads: its "prompt", or its "messages" through the chat template, is the text.\n'
+        'one that run-batch reads: its "prompt", "text", or "messages" through the chat template.\n'
         "After a crash, the same command goes on after the last shard.",
         epilog="exit status:\n" + "\n".join(f"  {status.value:3}  {text}" for status, text in STATUS_HELP.items()),
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -40,14 +40,17 @@ LINES = [
     {"prompt": "The number 3 comes before 4."},
     openai_line("a", prompt=[5, 6, 7, 8]),
     b'{"torn',
-    {"prompt": [9]},
+    {"text": [9]},
     openai_line("a", prompt="twice"),
     {"prompt": "x", "temperature": 0},
     openai_line("b", messages=TALK[:2]),
     *({"prompt": [10 + i] * (1 + 7 * i % 23)} for i in range(12)),
+    {"prompt": "a", "text": "b"},
+    openai_line("c", prompt="a", text="b"),
     {"prompt": [1] * 66},
 ]
 WRONG = {4: "Unterminated", 6: "seen before", 7: "temperature", len(LINES): "66 tokens"}
+WRONG |= {len(LINES) - 2: '"prompt" and "text"', len(LINES) - 1: "one of the two"}
 TOP = 5
 
 
@@ -93,7 +96,11 @@ def test_shards_hold_the_arrays_of_every_line_in_order(source: Path, tmp_path: P
             continue
         assert custom_id == line.get("custom_id")
         body = line.get("body", line)
-        prompt = body.get("prompt") or llm.render_chat(body["messages"], {"add_generation_prompt": False})
+        prompt = (
+            body.get("prompt")
+            or body.get("text")
+            or llm.render_chat(body["messages"], {"add_generation_prompt": False})
+        )
         (expected,) = llm.score_arrays(prompt, TOP, use_tqdm=False)
         for name, values in expected._asdict().items():
             np.testing.assert_array_equal(found[name], values)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 CHAT_URL = "/v1/chat/completions"
 COMPLETIONS_URL = "/v1/completions"
 EMBEDDINGS_URL = "/v1/embeddings"
-_PLAIN = {"prompt": COMPLETIONS_URL, "messages": CHAT_URL, "input": EMBEDDINGS_URL}
+PLAIN = {"prompt": COMPLETIONS_URL, "messages": CHAT_URL, "input": EMBEDDINGS_URL}
 """{a field: the address that a plain line with it means}."""
 # OpenAI's limits:
 MAX_LOGPROBS = 20
@@ -99,12 +99,15 @@ class RequestLine:
         return self.url == CHAT_URL
 
 
-def read_request_line(line: Line, is_new: Callable[[str], bool] = lambda _: True) -> RequestLine:
+def read_request_line(
+    line: Line, is_new: Callable[[str], bool] = lambda _: True, plain: Mapping[str, str] = PLAIN
+) -> RequestLine:
     """Parse a line of the batch format, or a plain line: a body alone.
 
     Args:
         is_new: tells whether no earlier line had this id. It is called once for every line that has an id, even if the
             rest of the line is bad.
+        plain: {a field: the address that a plain line with it means}.
 
     Raises:
         LineError: the line has neither form, or its id was seen before.
@@ -113,11 +116,12 @@ def read_request_line(line: Line, is_new: Callable[[str], bool] = lambda _: True
         raise LineError("invalid_request", f"the line has more than {len(line.raw) - 1} bytes")
     data = _read_object(line.raw.removeprefix(b"\xef\xbb\xbf").strip())
     if not data.keys() & _LINE_FIELDS.keys():
-        urls = [url for name, url in _PLAIN.items() if name in data]
+        urls = [url for name, url in plain.items() if name in data]
         if len(urls) != 1:
+            *others, last = (f'"{name}"' for name in plain)
             raise LineError(
                 "invalid_request",
-                'a line must have "custom_id", "method", "url" and "body", or one of "prompt", "messages" and "input"',
+                f'a line must have "custom_id", "method", "url" and "body", or one of {", ".join(others)} and {last}',
             )
         return RequestLine(line.number, None, urls[0], data)
     custom_id = data.get("custom_id")

@@ -18,7 +18,7 @@ from nanovllm.apps.jobs.result_lines import ResultLine, Usage
 from nanovllm.apps.jobs.run import load_llm, supervise
 from nanovllm.apps.jobs.shards import ScoredText, Shards
 from nanovllm.apps.jobs.source import Line, Reading, Source
-from nanovllm.apps.teach.texts import Text, prepare_text
+from nanovllm.apps.teach.texts import PLAIN, Text, prepare_text
 from nanovllm.config import EngineConfig
 from nanovllm.features.scoring.arrays import allocate, make_params, read_arrays
 from nanovllm.utils.checks import as_integer, quote
@@ -169,7 +169,7 @@ class Teaching:
         """Return the id and the text of a line, or what is wrong with it; None if it is done."""
         job = self._work.job
         try:
-            request_line = read_request_line(line, self._ids.add)
+            request_line = read_request_line(line, self._ids.add, PLAIN)
             if line.number <= self._last:
                 return None
             text = prepare_text(request_line, self._llm, self._params, job.model_name, job.only_assistant)

@@ -1,4 +1,4 @@
-"""Turns lines of a job into texts to score. A line is one of `run-batch`: its prompt, or its messages, are the text."""
+"""Turns lines of a job into texts to score. A line is one of `run-batch`, or has a text in the place of a prompt."""
 
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from nanovllm.llm import LLM
     from nanovllm.sampling_params import SamplingParams
 
-FIELDS = {True: ("model", "messages", "tools", "chat_template_kwargs"), False: ("model", "prompt")}
+PLAIN = {"messages": CHAT_URL, **dict.fromkeys(("prompt", "text"), COMPLETIONS_URL)}
+"""{a field: the address that a plain line with it means}."""
+FIELDS = {True: ("model", "messages", "tools", "chat_template_kwargs"), False: ("model", "prompt", "text")}
 """The fields that a body may have; the key tells whether it is a chat."""
 
 
@@ -59,11 +61,11 @@ def prepare_text(
         if not isinstance(options, dict) or options.keys() & list_rendering_arguments():
             raise refuse(options, "chat_template_kwargs", "an object of the template's own variables")
         options = {**options, "tools": body.get("tools"), "add_generation_prompt": False}
-        prompt: Any = body.get("prompt")
+        prompt: Any = body.get("text", body.get("prompt"))
         if line.is_chat:
             prompt = llm.render_chat(body.get("messages", ()), options)
-        elif not isinstance(prompt, str | list):
-            raise refuse(prompt, "prompt", "a string or a list of token ids")
+        elif not isinstance(prompt, str | list) or {"text", "prompt"} <= body.keys():
+            raise refuse(prompt, "prompt or text", "a string or a list of token ids, and one of the two")
         request = llm.prepare(prompt, params)
         mask = np.ones(len(request.prompt_token_ids), np.bool_)
         if line.is_chat and only_assistant:
