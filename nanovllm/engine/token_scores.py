@@ -90,6 +90,9 @@ class OutputScores:
         self._rows: list[TokenScores] = []
         self._dicts: list[dict[int, Logprob]] = []
 
+    def __len__(self) -> int:
+        return len(self._rows)
+
     def append(self, row: TokenScores) -> None:
         """Add the scores of the next token."""
         self._rows.append(row)
