@@ -62,9 +62,9 @@ def test_the_sliders_of_chapter_7_drop_the_tokens_that_the_sampler_drops(blank: 
     )
     for setting, shown in zip(settings, found, strict=True):
         z = (torch.tensor([logprobs], dtype=torch.float64) - logprobs[0]) / setting["temperature"]
-        numbers = {name: torch.tensor([setting[name]]) for name in ("temperature", "top-k", "top-p", "min-p")}
-        values = SamplingValues(*numbers.values(), torch.zeros(1, dtype=torch.int64))
-        kept = filter_reference(z.float(), values)
+        numbers = {name.replace("-", "_"): torch.tensor([number]) for name, number in setting.items()}
+        off = dict.fromkeys(SamplingValues._fields, torch.zeros(1))  # what the page has no slider for
+        kept = filter_reference(z.float(), SamplingValues(**off | numbers))
         weights = torch.where(kept, z.exp(), 0)
         # torch's float64 and JavaScript's numbers are the same, but for the order of a sum.
         torch.testing.assert_close(
