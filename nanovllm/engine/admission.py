@@ -1,7 +1,8 @@
 """The order in which requests that are known in advance are admitted.
 
 If the KV cache cannot hold all prefixes that requests share, the requests with one prefix run one after another. And a
-batch ends sooner if its longest requests do not begin last. The order is decided before the engine gets a request.
+batch ends sooner if its longest requests do not begin last. A job begins with its shortest line, so that somebody who
+waits sees a result. The order is decided before the engine gets a request.
 """
 
 from bisect import bisect_left
@@ -123,6 +124,14 @@ def keeps_prefixes(needed: NDArray[np.int64], common: NDArray[np.int64], max_num
     return not shared.any() or bool(shared.sum() + num_between * num_own / len(needed) <= num_blocks)
 
 
+def put_shortest_first(candidates: list[Candidate]) -> list[Candidate]:
+    """Return candidates in the same order, but first the one with the shortest output: its result comes early."""
+    shortest = min(candidates, key=lambda one: one.max_tokens, default=None)
+    if shortest is not None and shortest is not candidates[0]:
+        shortest.reason = f"shortest first: max_tokens {shortest.max_tokens}"
+    return sorted(candidates, key=lambda one: one is not shortest)
+
+
 def put_longest_first(ordered: list[Candidate], num_rows: int, num_slots: int) -> list[Candidate]:
     """Return candidates in the same order, but of the last ones the longest first.
 
@@ -235,9 +244,12 @@ class Admission:
     def _sort(self, has_all: bool = False) -> None:
         """Sort all candidates anew. With `has_all` no others follow, and the longest ones of the last come first."""
         candidates = sorted([*self._sorted, *self._new], key=lambda one: one.number)
-        by_key: dict[object, list[Candidate]] = {self._last.key: []}  # the adapter that is in use comes first
         for one in candidates:
             one.reason = "in turn"
+        if self._last.number < 0 and not (self._is_list or self._keeps_order):
+            candidates = put_shortest_first(candidates)
+        by_key: dict[object, list[Candidate]] = {self._last.key: []}  # the adapter that is in use comes first
+        for one in candidates:
             by_key.setdefault(one.key, []).append(one)
         ordered: list[Candidate] = []
         for members in by_key.values():

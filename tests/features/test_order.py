@@ -220,6 +220,24 @@ def test_a_job_takes_what_is_ready_and_reads_no_further_than_it_may():
     assert num_read == 22  # 20 were ready; then one was awaited for each that was taken, but the last
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_a_job_begins_with_the_shortest_line_that_was_read_and_takes_no_step_more(seed, monkeypatch):
+    draw = random.Random(seed)
+    lengths = [draw.randint(2, 9) for _ in range(90)]
+    lengths[draw.randrange(LINES_AHEAD * 4)] = 1
+    num_steps = []
+    for put_first in (admission.put_shortest_first, lambda candidates: candidates):
+        monkeypatch.setattr(admission, "put_shortest_first", put_first)
+        engine = make_engine(max_num_seqs=4, num_blocks=64)
+        requests = prepare(engine, [[1, 2]] * 90, [SamplingParams(max_tokens=n) for n in lengths])
+        order = [number for number, _ in Admission(engine).reorder((i, [r]) for i, r in enumerate(requests))]
+        assert sorted(order) == list(range(90))
+        begins_with_shortest = lengths[order[0]] == 1
+        assert begins_with_shortest == (not num_steps)  # the first of the two ways
+        num_steps.append(sum(1 for _ in engine.run(requests[number] for number in order)))
+    assert num_steps[0] <= num_steps[1]
+
+
 def test_long_prompts_are_read_ahead_up_to_a_number_of_bytes_and_one_line(monkeypatch):
     monkeypatch.setattr(admission, "TOKENS_AHEAD", 100)
     engine = make_engine(max_num_seqs=2)
