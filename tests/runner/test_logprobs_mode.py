@@ -103,7 +103,12 @@ def read(output: Output) -> Tensor:
 
 
 @pytest.mark.parametrize("backend", ["torch", "cpu"])
-def test_they_are_what_transformers_processors_give(backend: str, random_model: Path, model: PreTrainedModel) -> None:
+def test_they_are_what_transformers_processors_give(
+    backend: str, random_model: Path, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With several pieces of rows in a step."""
+    monkeypatch.setattr("nanovllm.runner.processed_logits.ROWS_AT_A_TIME", 3)
+    monkeypatch.setattr("nanovllm.runner.processed_logits.FILTERED_AT_A_TIME", 2)
     outputs = run(random_model, attention_backend=backend, **MODE)
     assert_processed(outputs, model)
     raw = run(random_model, attention_backend=backend)
