@@ -22,7 +22,7 @@ from nanovllm.ops.rms_norm import add_rms_norm_reference, rms_norm_reference
 from nanovllm.ops.sample import SamplingValues, sample_reference, store_samples_reference
 from nanovllm.ops.silu_and_mul import silu_and_mul_reference
 from nanovllm.ops.step_inputs import StepInputs, step_inputs_reference
-from nanovllm.ops.token_logprobs import token_logprobs_reference
+from nanovllm.ops.token_logprobs import token_logprobs_reference, top_logits_reference
 from nanovllm.utils.memory import cpu_cache_budget, free_memory
 
 T = TypeVar("T")
@@ -73,6 +73,7 @@ class Backend:
     sample = staticmethod(sample_reference)
     store_samples = staticmethod(store_samples_reference)
     token_logprobs = staticmethod(token_logprobs_reference)
+    top_logits = staticmethod(top_logits_reference)
 
     def find_operators(self, reference: Callable[["Backend"], T], module: str) -> T:
         """Return operators that only one family of models has, or only one feature.

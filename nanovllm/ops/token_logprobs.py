@@ -1,4 +1,5 @@
-"""The log-probability and the rank of one given token of each row, for prompts that are scored and for `logprobs`."""
+"""For prompts that are scored and for `logprobs`: the log-probability and the rank of one given token of each row, and
+the row's most likely tokens."""
 
 from typing import NamedTuple
 
@@ -22,6 +23,15 @@ class TokenLogprobs(NamedTuple):
     values: Tensor
     log_sums: Tensor
     num_above: Tensor
+
+
+def top_logits_reference(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Return the k highest of logits [n, vocab], float32 [n, k], the highest first, and their token ids, int32 [n, k].
+
+    Which of equal logits are among them may differ from backend to backend. k is at most the size of the vocabulary.
+    """
+    values, ids = logits.topk(k, dim=1)
+    return values.float(), ids.int()
 
 
 def token_logprobs_reference(logits: Tensor, token_ids: Tensor) -> TokenLogprobs:

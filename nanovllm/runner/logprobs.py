@@ -51,11 +51,11 @@ class Logprobs:
         if not self._most:
             n = len(token_ids)
             return *given, given.values.new_empty(n, 0), given.values.new_empty(n, 0, dtype=torch.int32)
-        top, top_ids = logits.topk(min(self._most, logits.shape[1]), dim=1)
+        top, top_ids = self._backend.top_logits(logits, min(self._most, logits.shape[1]))
         for k in {*counts.tolist()} - {self._most, 0}:
             rows = self._backend.to_device(np.flatnonzero(counts == k))
-            top[rows, :k], top_ids[rows, :k] = logits[rows].topk(k, dim=1)
-        return *given, top.float(), top_ids.int()
+            top[rows, :k], top_ids[rows, :k] = self._backend.top_logits(logits[rows], k)
+        return *given, top, top_ids
 
     def read(self) -> TokenScores:
         """Return the values of all rows. Called once the step has ended on the device."""

@@ -47,6 +47,7 @@ from nanovllm.engine.plan import ROW_SAMPLING
 from nanovllm.ops.attention import AttentionVariant, KVCache
 from nanovllm.ops.norm_rope_store import NormRope
 from nanovllm.ops.sample import store_samples_reference
+from nanovllm.ops.token_logprobs import top_logits_reference
 from nanovllm.runner.head_inputs import HeadInputs
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.runner.resolve import Work, resolve_backend
@@ -231,6 +232,29 @@ def test_sampled_tokens_are_the_references(backend: CpuBackend, vocab_size: int,
 @pytest.mark.parametrize("vocab_size", [1, 700, 9001])
 def test_log_probabilities_are_the_references(backend: CpuBackend, vocab_size: int, dtype: torch.dtype) -> None:
     check_token_logprobs(backend.token_logprobs, vocab_size, dtype, CPU)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+@pytest.mark.parametrize(("vocab_size", "k"), [(1, 1), (17, 17), (64, 3), (700, 1), (700, 64), (700, 700), (9001, 64)])
+def test_the_highest_logits_are_those_of_a_stable_sort(
+    backend: CpuBackend, vocab_size: int, k: int, dtype: torch.dtype
+) -> None:
+    """Of equals, which bfloat16 has many of, the first come first. Rows with NaN have k tokens, whichever."""
+    generator = torch.Generator().manual_seed(k)
+    logits = (8 * torch.randn(9, vocab_size, generator=generator)).to(dtype)
+    logits[1] = torch.arange(vocab_size)
+    logits[2] = -logits[1]
+    logits[3] = 5
+    logits[4] = -torch.inf
+    logits[5, vocab_size // 2 :] = -torch.inf
+    logits[6, -1] = torch.inf
+    values, ids = backend.top_logits(logits, k)
+    expected = logits.float().sort(dim=1, descending=True, stable=True)
+    assert torch.equal(values, expected.values[:, :k]) and torch.equal(ids, expected.indices[:, :k].int())
+    assert torch.equal(values, top_logits_reference(logits, k)[0])
+    logits[7:, ::2] = torch.nan
+    ids = backend.top_logits(logits, k)[1]
+    assert all(len(set(row)) == k and set(row) <= set(range(vocab_size)) for row in ids[7:].tolist())
 
 
 @pytest.mark.parametrize("scheduled", [[1] * 5, [1, 1, 1, 300, 7], [600]])

@@ -178,6 +178,11 @@ class CpuBackend(Backend):
         self.library.call("token_logprobs", logits.dtype, *inputs, *found, *logits.shape)
         return found
 
+    def top_logits(self, logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        values, ids = (torch.empty(len(logits), k, dtype=t) for t in (torch.float32, torch.int32))
+        self.library.call("top_logits", logits.dtype, logits.contiguous(), values, ids, *logits.shape, k)
+        return values, ids
+
 
 def _to_arguments(variant: AttentionVariant | None) -> tuple[int, float, Tensor | None]:
     """Return a variant as the kernel takes it. Zeros and None stand for plain attention."""

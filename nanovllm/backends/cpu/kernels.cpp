@@ -78,6 +78,8 @@ EXPORT(sample, (logits, table, rows, positions, tokens, checked, count, vocab),
 EXPORT(token_logprobs, (logits, tokens, values, log_sums, num_above, rows, vocab),
        const void* logits, const int32_t* tokens, float* values, float* log_sums, int32_t* num_above, int64_t rows,
        int64_t vocab)
+EXPORT(top_logits, (logits, values, ids, rows, vocab, k),
+       const void* logits, float* values, int32_t* ids, int64_t rows, int64_t vocab, int64_t k)
 
 // Edits the rows `indices` of logits in place. masks [edited][words] may be null, which forbids no token; counts and
 // penalties [edited][3] may be null, which penalises none. rows[i] is the row of counts for edited row i. Logits are

@@ -253,4 +253,49 @@ void token_logprobs(const void* logits_, const int32_t* tokens, float* values, f
     });
 }
 
+// Returns a number that is larger for a higher logit, and among equal ones for a lower token id.
+inline uint64_t rank_of(float logit, int64_t id) {
+    uint32_t bits;
+    std::memcpy(&bits, &logit, sizeof bits);
+    bits = bits >> 31 ? ~bits : bits | 1u << 31;
+    return (uint64_t)bits << 32 | (uint32_t)~id;
+}
+
+// Finds the k highest of logits [rows][vocab], the highest first, and their token ids, both [rows][k]; of equal logits
+// those with the lowest ids. k is at most vocab.
+// The reference is `top_logits_reference` in ops/token_logprobs.py.
+template <class T>
+void top_logits(const void* logits_, float* values, int32_t* ids, int64_t rows, int64_t vocab, int64_t k) {
+    share(rows, 1, [&](Span some) {
+        std::vector<uint64_t> found;  // the k highest so far, and some that may be higher than the lowest of these
+        for (int64_t r = some.begin; r < some.end; ++r) {
+            const auto* logits = (const typename T::element*)logits_ + r * vocab;
+            const PaddedRow<T> row(logits, vocab);
+            float lowest = -INFINITY;  // of the k highest when they were last sorted out: later logits must be higher
+            found.clear();
+            const auto sort_out = [&] {
+                std::nth_element(found.begin(), found.begin() + k - 1, found.end(), std::greater<>());
+                found.resize(k);
+                lowest = T::to_float(logits[(uint32_t)~found.back()]);
+            };
+            for (int64_t i = 0; i < vocab; i += 4 * LANES) {
+                vf tops = row.at(i);
+                for (int64_t j = 1; j < 4; ++j) tops = maximum(tops, row.at(i + j * LANES));
+                if ((int64_t)found.size() >= k && !(largest(tops) > lowest)) continue;
+                for (int64_t id = i; id < std::min(vocab, i + 4 * LANES); ++id) {
+                    const float logit = T::to_float(logits[id]);
+                    if ((int64_t)found.size() < k || logit > lowest) found.push_back(rank_of(logit, id));
+                }
+                if ((int64_t)found.size() >= 2 * k) sort_out();
+            }
+            sort_out();
+            std::sort(found.begin(), found.end(), std::greater<>());
+            for (int64_t i = 0; i < k; ++i) {
+                ids[r * k + i] = (int32_t)(uint32_t)~found[i];
+                values[r * k + i] = T::to_float(logits[ids[r * k + i]]);
+            }
+        }
+    });
+}
+
 }  // namespace
