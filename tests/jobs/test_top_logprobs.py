@@ -22,6 +22,7 @@ from helpers.batch_jobs import ask, openai_line, read_answers, write_lines
 from safetensors.numpy import load_file
 
 from nanovllm import LLM, EngineConfig
+from nanovllm.apps.jobs.counts import JobCounts
 from nanovllm.apps.jobs.forms import prepare_line
 from nanovllm.apps.jobs.job import Job, ShardOptions, Status
 from nanovllm.apps.jobs.request_lines import read_request_line
@@ -196,10 +197,13 @@ def test_answers_that_are_held_are_written_when_the_engine_breaks(
         yield from islice(run_requests(requests, **options), 6)
         raise RuntimeError("it breaks")
 
+    moves: list[int] = []
     with monkeypatch.context() as patches:
         patches.setattr(keep_open, "run_requests", break_after_six)
+        patches.setattr(JobCounts, "advance", lambda counts: moves.append(out.stat().st_size))
         assert run(source, out, keep_open, tokens=1000) == Status.BROKEN
     assert len(read_answers(out)) == 6
+    assert moves == [0] * 6, "the bar moves when a line ends, and not when it is written"
     check_in_step(out)
     assert run(source, out, keep_open, tokens=1000) == Status.OK
     check_in_step(out)

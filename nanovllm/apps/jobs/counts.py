@@ -70,6 +70,9 @@ class JobCounts:
             self.num_generated_tokens += usage.num_generated_tokens
             self.num_cut += usage.num_cut
             self.num_copied += result.is_copy
+
+    def advance(self) -> None:
+        """Move the progress bar on by a line, which has ended. It may be counted later, when its result is written."""
         if self._bar is not None:
             self._bar.update()
 

@@ -119,6 +119,7 @@ class OpenJob:
         """Append a line to the results, or hold it until its shard is full. OutputError if it cannot be written."""
         if not self.done.add(result.number):
             raise RuntimeError(f"line {result.number} was answered twice")
+        self.counts.advance()
         if self.shards is None:
             self._append(result)
         elif self.shards.hold(result):

@@ -201,6 +201,7 @@ class Teaching:
     def _end(self, text: ScoredText) -> None:
         """Note what became of a line. Move the lines before the first that still runs into the shard."""
         self._coming[text.number] = text
+        self._work.counts.advance()
         while self._coming and (first := next(iter(self._coming.values()))) is not None:
             del self._coming[first.number]
             self._shard.append(first)
