@@ -16,13 +16,21 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 
 def read_texts(folder: Path) -> Iterator[dict[str, Tensor]]:
-    """Yield the arrays of each line: `token_ids`, `token_logprobs`, `ids`, `logprobs` and `mask`."""
+    """Yield the arrays of each line: `token_ids`, `token_logprobs`, `ids`, `logprobs` and `mask`.
+
+    Shards of `run-batch` have generated tokens. The prompt is put before them, and does not count.
+    """
     for path in sorted(folder.glob("shard-*.safetensors")):
         shard = load_file(path)
-        offsets = shard.pop("offsets").tolist()
-        del shard["lines"]
-        for start, end in pairwise(offsets):
-            yield {name: values[start:end] for name, values in shard.items()}
+        prompts = [shard["token_ids"][:0]] * len(shard.pop("lines"))
+        if "prompt_offsets" in shard:
+            prompts = torch.tensor_split(shard.pop("prompt_token_ids"), shard.pop("prompt_offsets")[1:-1])
+        for prompt, (start, end) in zip(prompts, pairwise(shard.pop("offsets").tolist()), strict=True):
+            text = {name: values[start:end] for name, values in shard.items()}
+            for name, values in text.items():
+                text[name] = torch.cat([values.new_zeros(len(prompt), *values.shape[1:]), values])
+            text["token_ids"][: len(prompt)] = prompt
+            yield text
 
 
 def compute_loss(student: Qwen3ForCausalLM, text: dict[str, Tensor]) -> Tensor:

@@ -3,6 +3,7 @@
 import json
 import random
 import resource
+import runpy
 import shutil
 import signal
 import subprocess
@@ -19,6 +20,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 from helpers.batch_jobs import ask, openai_line, read_answers, write_lines
+from helpers.paths import ROOT
 from safetensors.numpy import load_file
 
 from nanovllm import LLM, EngineConfig
@@ -83,12 +85,13 @@ def list_arrays(out: Path) -> Iterator[tuple[int, str | None, dict[str, np.ndarr
     """Yield the line, its id and the arrays of each choice."""
     for path in sorted(Path(str(out) + ".arrays").glob("*.safetensors")):
         arrays = load_file(path)
-        offsets = arrays.pop("offsets").tolist()
+        spans, prompts = (pairwise(arrays.pop(name).tolist()) for name in ("offsets", "prompt_offsets"))
         numbers = arrays.pop("lines").tolist()
-        for line, custom_id, (start, end) in zip(
-            numbers, read_metadata(path)["custom_ids"], pairwise(offsets), strict=True
-        ):
-            yield line, custom_id, {name: values[start:end] for name, values in arrays.items()}
+        prompt_ids = arrays.pop("prompt_token_ids")
+        custom_ids = read_metadata(path)["custom_ids"]
+        for line, custom_id, (start, end), prompt in zip(numbers, custom_ids, spans, prompts, strict=True):
+            own = {name: values[start:end] for name, values in arrays.items()}
+            yield line, custom_id, {**own, "prompt_token_ids": prompt_ids[slice(*prompt)]}
 
 
 def collect(out: Path) -> list[tuple[int, list[Any]]]:
@@ -134,6 +137,7 @@ def test_arrays_are_the_log_probabilities_of_the_same_requests(keep_open: LLM, t
         ((_, output),) = keep_open.run_requests([request])
         for choice, completion in zip(arrays[number], output.outputs, strict=True):
             assert choice["token_ids"].tolist() == completion.token_ids
+            assert choice["prompt_token_ids"].tolist() == output.prompt_token_ids
             rows = zip(completion.logprobs, *(choice[name].tolist() for name in OF_A_TOKEN), strict=True)
             for expected, token_id, own, ids, values in rows:
                 assert {token_id: own, **dict(zip(ids, values, strict=True))} == expected
@@ -148,6 +152,18 @@ def test_results_are_those_of_a_job_without_arrays(keep_open: LLM, tmp_path: Pat
     with patch("nanovllm.apps.jobs.run.load_llm", lambda config: keep_open):
         assert run_job(job) == Status.LINES_FAILED
     assert list_said(out) == list_said(tmp_path / "plain")
+
+
+def test_the_example_puts_the_prompt_before_the_generated_tokens(keep_open: LLM, tmp_path: Path) -> None:
+    source = write_lines(tmp_path / "in", LINES)
+    out = tmp_path / "out"
+    assert run(source, out, keep_open) == Status.LINES_FAILED
+    read_texts = runpy.run_path(str(ROOT / "examples" / "distil.py"))["read_texts"]
+    for text, (_, _, arrays) in zip(read_texts(Path(f"{out}.arrays")), list_arrays(out), strict=True):
+        prompt = arrays["prompt_token_ids"].tolist()
+        assert text["token_ids"].tolist() == prompt + arrays["token_ids"].tolist()
+        assert text["mask"].tolist() == [False] * len(prompt) + [True] * len(arrays["mask"])
+        assert text["ids"][len(prompt) :].tolist() == arrays["ids"].tolist()
 
 
 def test_a_job_that_ends_at_any_moment_is_resumed_in_step(

@@ -176,7 +176,7 @@ class Answering:
         """
         running_line, position = self._running.pop(number)
         line, num_requests, outputs = running_line
-        output, arrays = (ended, ()) if self.arrays is None else self.arrays.read(line, ended)
+        output, arrays = (ended, None) if self.arrays is None else self.arrays.read(line, ended)
         outputs[position] = output
         if len(outputs) < num_requests:
             return

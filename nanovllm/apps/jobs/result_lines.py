@@ -12,6 +12,9 @@ import xxhash
 from nanovllm.apps.jobs.request_lines import LineError, RequestLine, read_num_logprobs, read_structured_outputs
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from nanovllm.outputs import Output, ScoreArrays
 
 _ID = re.compile(r"batch_req_([1-9][0-9]{0,17})", re.ASCII)
@@ -32,6 +35,13 @@ class Usage(NamedTuple):
     num_cut: int = 0
 
 
+class LineArrays(NamedTuple):
+    """The prompt of a line, int32, and what was expected in the place of each token of its choices."""
+
+    prompt_token_ids: "NDArray[np.int32]"
+    choices: "list[ScoreArrays]"
+
+
 class ResultLine(NamedTuple):
     """One line of the results.
 
@@ -42,7 +52,7 @@ class ResultLine(NamedTuple):
         error: the error's code and message, or None.
         request_name: see `name_request`.
         is_copy: whether an equal request was answered, and this is its answer.
-        arrays: those of each choice, if they were asked for.
+        arrays: None if nobody asked for them, or if the line reports an error.
     """
 
     number: int
@@ -52,7 +62,7 @@ class ResultLine(NamedTuple):
     request_name: str = ""
     is_copy: bool = False
     custom_id: str | None = None
-    arrays: "Sequence[ScoreArrays]" = ()
+    arrays: LineArrays | None = None
 
 
 class EarlierLine(NamedTuple):

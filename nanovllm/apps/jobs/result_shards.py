@@ -10,11 +10,11 @@ import numpy as np
 from nanovllm.apps.jobs.job import Job, ShardOptions
 from nanovllm.apps.jobs.manifest import Manifest
 from nanovllm.apps.jobs.request_lines import RequestLine, read_num_logprobs
-from nanovllm.apps.jobs.result_lines import ResultLine
+from nanovllm.apps.jobs.result_lines import LineArrays, ResultLine
 from nanovllm.apps.jobs.shards import ScoredText, Shards
 from nanovllm.apps.jobs.source import Source
 from nanovllm.features.scoring.arrays import allocate, read_output_arrays
-from nanovllm.outputs import Output, ScoreArrays
+from nanovllm.outputs import Output
 from nanovllm.utils.checks import as_integer, refuse
 
 if TYPE_CHECKING:
@@ -91,7 +91,8 @@ class ResultShards:
     def hold(self, result: ResultLine) -> bool:
         """Keep a result, and tell whether the results that are held fill a shard."""
         self._held.append(result)
-        self._num_tokens += sum(len(arrays.token_ids) for arrays in result.arrays)
+        if result.arrays is not None:
+            self._num_tokens += sum(len(arrays.token_ids) for arrays in result.arrays.choices)
         return self._num_tokens >= self._options.tokens
 
     def release(self, size: int) -> Sequence[ResultLine]:
@@ -110,9 +111,10 @@ class ResultShards:
 
     def _list_texts(self, result: ResultLine) -> Iterator[ScoredText]:
         """Yield the arrays of each choice of a result; of another result, that of an error included, empty ones."""
-        for arrays in result.arrays or [allocate((), self._options.top)]:
+        found = result.arrays or LineArrays(np.empty(0, np.int32), [allocate((), self._options.top)])
+        for arrays in found.choices:
             mask = np.ones(len(arrays.token_ids), np.bool_)
-            yield ScoredText(result.number, result.custom_id, arrays, mask, result.error)
+            yield ScoredText(result.number, result.custom_id, arrays, mask, result.error, found.prompt_token_ids)
 
     def close(self) -> None:
         """Give the lock of the folder back."""
@@ -138,10 +140,10 @@ class ArrayReader:
         """Yield (number, sequence) of each request when it ends: `read` takes the sequence."""
         return self._llm.run_requests(requests, make_output=lambda seq: seq)
 
-    def read(self, line: RequestLine, seq: "EngineSequence") -> tuple[Output, list[ScoreArrays]]:
-        """Return the output of a line, with as many log-probabilities as it asks for, and the arrays of each choice."""
-        arrays = []
+    def read(self, line: RequestLine, seq: "EngineSequence") -> tuple[Output, LineArrays]:
+        """Return the output of a line, with as many log-probabilities as it asks for, and its arrays."""
+        arrays = LineArrays(np.array(seq.prompt_token_ids, np.int32), [])
         for one in (seq, *seq.others):
-            arrays.append(read_output_arrays(one, self._top))
+            arrays.choices.append(read_output_arrays(one, self._top))
             one.params = replace(one.params, logprobs=read_num_logprobs(line))
         return self._llm.engine.make_output(seq), arrays

@@ -30,6 +30,7 @@ class ScoredText(NamedTuple):
         number: the line's number in the input, from 1.
         mask: bool [tokens], which tokens count.
         error: the code and the message of what is wrong with the line, which then has no tokens; None if it has scores.
+        prompt_token_ids: int32, what stands before a text that was generated; None if nothing does.
     """
 
     number: int
@@ -37,6 +38,7 @@ class ScoredText(NamedTuple):
     arrays: ScoreArrays
     mask: NDArray[np.bool_]
     error: tuple[str, str] | None = None
+    prompt_token_ids: NDArray[np.int32] | None = None
 
 
 class Shards:
@@ -162,6 +164,10 @@ class Shards:
         joined["mask"] = np.concatenate([text.mask for text in texts])
         joined["offsets"] = np.cumsum([0, *(len(text.mask) for text in texts)], dtype=np.int64)
         joined["lines"] = np.array([text.number for text in texts], np.int64)
+        prompts = [text.prompt_token_ids for text in texts if text.prompt_token_ids is not None]
+        if prompts:
+            joined["prompt_token_ids"] = np.concatenate(prompts)
+            joined["prompt_offsets"] = np.cumsum([0, *map(len, prompts)], dtype=np.int64)
         return joined
 
     def _encode_safetensors(self, texts: Sequence[ScoredText], metadata: dict[str, str]) -> bytes:
@@ -176,13 +182,15 @@ class Shards:
 
         arrays = self._join(texts)
         offsets = arrays.pop("offsets").astype(np.int32)
+        prompt_offsets = arrays.pop("prompt_offsets", offsets).astype(np.int32)
         columns = {"line": pyarrow.array(arrays.pop("lines"))}
         columns["custom_id"] = pyarrow.array([text.custom_id for text in texts], pyarrow.string())
         for name, values in arrays.items():
             tokens = pyarrow.array(values.reshape(-1))
             if values.ndim > 1:
                 tokens = pyarrow.FixedSizeListArray.from_arrays(tokens, self._options.top)
-            columns[name] = pyarrow.ListArray.from_arrays(pyarrow.array(offsets), tokens)
+            own_offsets = prompt_offsets if name == "prompt_token_ids" else offsets
+            columns[name] = pyarrow.ListArray.from_arrays(pyarrow.array(own_offsets), tokens)
         file = BytesIO()
         pyarrow.parquet.write_table(pyarrow.table(columns).replace_schema_metadata(metadata), file)
         return file.getvalue()
