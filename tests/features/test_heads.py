@@ -285,26 +285,27 @@ def test_what_a_folder_asks_of_pairs_and_cannot_be_had_is_refused(
         llm.rerank(QUERY, DOCUMENTS)
 
 
-@pytest.mark.parametrize("activation", ["Sigmoid", "Identity"])
+@pytest.mark.parametrize(("activation", "limit"), [("Sigmoid", 4096), ("Identity", 30)])
 @pytest.mark.parametrize("opens", [False, True])
 def test_two_tokens_that_the_folder_names_are_compared_as_in_a_cross_encoder(
-    activation: str, opens: bool, tmp_path: Path
+    activation: str, limit: int, opens: bool, tmp_path: Path
 ) -> None:
-    """After the folder's own template, which may open an answer, and with its activation."""
+    """After the folder's own template, which may open an answer, with its activation, and cut at its limit."""
     encoders = pytest.importorskip("sentence_transformers")
     from sentence_transformers.base.modules import Transformer
     from sentence_transformers.cross_encoder.modules import LogitScore
 
     options = {"chat_template": {"add_generation_prompt": opens}}
     kind = {"transformer_task": "text-generation", "model_kwargs": {"dtype": "float32"}}
+    kind["processor_kwargs"] = {"model_max_length": limit}
     body = Transformer(str(BOX_MODEL), **kind, processing_kwargs=options)
     modules = [body, LogitScore(77, 78)]
     encoder = encoders.CrossEncoder(modules=modules, device="cpu", activation_fn=getattr(torch.nn, activation)())
     encoder.save_pretrained(str(tmp_path))
-    expected = encoder.predict([(QUERY, document) for document in DOCUMENTS], show_progress_bar=False)
+    expected = encoder.predict([(QUERY, document) for document in LONG], show_progress_bar=False)
     with LLM(tmp_path, **OPTIONS) as llm:
-        found = {one.index: one.relevance_score for one in llm.rerank(QUERY, DOCUMENTS)}
-    np.testing.assert_allclose([found[i] for i in range(len(DOCUMENTS))], expected, atol=2e-4, rtol=2e-4)
+        found = {one.index: one.relevance_score for one in llm.rerank(QUERY, LONG)}
+    np.testing.assert_allclose([found[i] for i in range(len(LONG))], expected, atol=2e-4, rtol=2e-4)
 
 
 def test_a_template_that_leaves_a_text_of_the_pair_out_is_refused(reranker: Path, tmp_path: Path) -> None:
