@@ -37,6 +37,14 @@ def test_every_patch_that_the_page_shows_is_tried() -> None:
     assert sorted(shown) == sorted(PATCHES) == sorted(path.stem for path in (ROOT / "docs" / "recipes").iterdir())
 
 
+def test_every_name_of_the_page_is_in_the_code() -> None:
+    files = [path for folder in ("nanovllm", "tests", "scripts") for path in (ROOT / folder).rglob("*")]
+    code = "\n".join(path.read_text() for path in files if path.suffix in (".py", ".h", ".cpp"))
+    names = set(re.findall(r"`(?:\w+\.)*(\w+)`", PAGE))
+    assert not [name for name in names if name not in code]
+    assert len(names) > 50
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("patch", PATCHES)
 def test_a_recipe_that_is_carried_out_in_a_copy_passes_the_tests_that_it_names(patch: str, tmp_path: Path) -> None:
