@@ -185,9 +185,9 @@ def test_a_chapter_ends_with_mistakes_questions_and_what_the_reader_can_do(chapt
     assert len(parts) == 3
     for part in parts:
         choices = re.findall(r"^\* \((\w)\) ", part, re.M)
-        (right,) = re.findall(r"\n\*\*\((\w)\)\.\*\*", part)
-        explained = re.findall(r"Not\s\((\w)\): ", part)
-        assert sorted([right, *explained]) == choices, "the answer explains every wrong choice"
+        (right,) = re.findall(r"\n\*\*\((\w)\)\.\*\* (?!Not\s\()", part)
+        explained = re.findall(r"Not\s\((\w)\):\s", part)
+        assert sorted([right, *explained]) == choices, "the answer explains every choice"
         assert part.count("<details") == part.count("</details>") == 1
     assert len(re.findall(r"^\* ", abilities, re.M)) >= 3
 
