@@ -3,6 +3,7 @@
 All bytes come from `nanovllm estimate`, and the operations from the benchmark's count of a step. The page multiplies.
 """
 
+import functools
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +19,8 @@ from nanovllm.runner.resolve import read_dtype
 NUMBERS = Path(__file__).with_suffix(".json")
 PAGE = Path(__file__).with_suffix(".html")
 DTYPES = ("bfloat16", "float32")
+NUMBERS_OF_GPUS = (1, 2, 4, 8)
+"""So many GPUs may share a model, by tensor parallelism."""
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
 WEIGHTS: dict[str, tuple[dict[str, Any], str | None]] = {
     "plain": ({}, None),
@@ -27,22 +30,33 @@ WEIGHTS: dict[str, tuple[dict[str, Any], str | None]] = {
 """How weights are stored: what config.json has for it, and the option quantization."""
 
 
-def run_estimate(name: str, weights: str, dtype: str, max_num_seqs: int = 1, budget: int = 2) -> Estimate:
-    """Return the estimate of a preset, for a GPU in which everything fits."""
+@functools.cache
+def run_estimate(name: str, weights: str, dtype: str, ranks: int = 1, max_num_seqs: int = 1) -> Estimate:
+    """Return the estimate of a preset with steps of 2 tokens, for GPUs in which everything fits.
+
+    Raises:
+        ValueError: so many GPUs cannot share the model.
+    """
     keys, quantization = WEIGHTS[weights]
     hf_config = load_model_config(preset_config(name) | keys, name)
     config = EngineConfig(
-        name, dtype=dtype, quantization=quantization, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget
+        name,
+        dtype=dtype,
+        quantization=quantization,
+        tensor_parallel_size=ranks,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=2,
     )
     return estimate(hf_config, config, 1 << 50)
 
 
-def describe_preset(name: str, dtypes: Sequence[str] = DTYPES) -> dict[str, Any]:
+def describe_preset(
+    name: str, dtypes: Sequence[str] = DTYPES, numbers_of_gpus: Sequence[int] = NUMBERS_OF_GPUS
+) -> dict[str, Any]:
     """Return what the page multiplies.
 
-    Bytes: `weights`, and of one token `kv`, of one row `state`, by their types. `activation`, of one token of a step,
-    and `logits`, of one sequence, are differences of two estimates. `unread` are parameters that a decode does not
-    read, because they belong to an embedding that is not the LM head.
+    `unread` are parameters that a decode does not read, because they belong to an embedding that is not the LM head.
+    By their types: how weights are stored, and what each of so many GPUs holds.
     """
     hf_config = load_model_config(preset_config(name), name)
     model = Model(hf_config, read_dtype(hf_config))
@@ -58,23 +72,37 @@ def describe_preset(name: str, dtypes: Sequence[str] = DTYPES) -> dict[str, Any]
         parameters = num_experts * count_expert(expert) * len(model.experts)
         numbers["experts"] = {"parameters": parameters, "number": num_experts, "chosen": model.experts_per_token}
     for dtype in dtypes:
-        found = {weights: run_estimate(name, weights, dtype) for weights in WEIGHTS}
-        small = found["plain"]
-        longer = run_estimate(name, "plain", dtype, budget=3)
-        wider = run_estimate(name, "plain", dtype, max_num_seqs=2)
         numbers[dtype] = {
-            "kv": small.kv_bytes_per_token,
-            "state": wider.memory.states - small.memory.states,
-            "activation": longer.memory.activations - small.memory.activations,
-            "logits": wider.memory.activations - small.memory.activations,
-            "weights": {weights: one.memory.weights for weights, one in found.items()},
-            "formats": {weights: one.format for weights, one in found.items()},
+            "formats": {weights: run_estimate(name, weights, dtype).format for weights in WEIGHTS},
+            "gpus": {str(ranks): describe_share(name, dtype, ranks) for ranks in numbers_of_gpus},
         }
     nothing = Machine(1, 1, 1)
     first = step_cost(model, nothing, [(0, 1)], 1).flops
     second = step_cost(model, nothing, [(1, 1)], 1).flops
     numbers["operations"] = {"token": 2 * first - second, "context": second - first}
     return numbers
+
+
+def describe_share(name: str, dtype: str, ranks: int) -> dict[str, Any] | str:
+    """Return what one of `ranks` GPUs holds, or why so many cannot share the model.
+
+    Bytes: `weights`, of one token `kv`, and of one row `state`. `activation`, of one token of a step, and `logits`, of
+    one sequence, follow from two estimates.
+    """
+    try:
+        weights = {weights: run_estimate(name, weights, dtype, ranks).memory.weights for weights in WEIGHTS}
+    except ValueError as error:
+        return str(error)
+    small = run_estimate(name, "plain", dtype, ranks)
+    wider = run_estimate(name, "plain", dtype, ranks, max_num_seqs=2)
+    logits = wider.memory.activations - small.memory.activations
+    return {
+        "weights": weights,
+        "kv": small.kv_bytes_per_token,
+        "state": wider.memory.states - small.memory.states,
+        "activation": (small.memory.activations - logits) // 2,
+        "logits": logits,
+    }
 
 
 def render_estimator() -> str:

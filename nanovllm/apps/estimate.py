@@ -208,10 +208,10 @@ class Estimate:
             most = min(int(self.num_sequences), asked)
             if most == asked:
                 return f"It fits: {_count(asked, 'sequence')} at a time, each as long as it may be."
-            return (
-                f"It fits: {most} of {_count(asked, 'sequence')} (max_num_seqs) at full length; the other "
-                f"{asked - most} wait, or fewer of them if sequences are shorter."
-            )
+            others = asked - most
+            waiting = "one waits, unless" if others == 1 else f"{others} wait, or fewer of them if"
+            full = f"{most} of {_count(asked, 'sequence')} (max_num_seqs) at full length"
+            return f"It fits: {full}; the other {waiting} sequences are shorter."
         lacking = f"one sequence of {self.config.max_model_len:,} tokens" if self.kv_budget > 0 else "the model"
         advice = "; or ".join(self.advice) or f"no option alone, but {self.device.larger}"
         return f"It does not fit: there is no room for {lacking}. What would help: {advice}."
@@ -268,7 +268,7 @@ def _estimate(hf_config: "PretrainedConfig", config: ResolvedConfig, gpu_memory:
     memory = GpuMemory(gpu_memory, others=0, weights=0, activations=activations, graphs=0)
     quantizer = make_quantizer(config, hf_config)
     named = config.dtype if quantizer is None else quantizer.describe()
-    whole = Sizes(hf_config)
+    whole = shares[0] if config.num_ranks == 1 else Sizes(hf_config)
 
     def estimate_share(one: Sizes) -> Estimate:
         weights = one.weight_bytes(dtype, quantizer)
