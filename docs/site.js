@@ -1,4 +1,4 @@
-// Three parts: what helps the keyboard, the questions of the guide, and the playground of chapter 7.
+// Four parts: what helps the keyboard, the questions of the guide, the playground of chapter 7, and the front page's run.
 
 // For the keyboard and for screen readers: whatever scrolls sideways can be focused, so that the arrow keys move it; each
 // code block's buttons have a name of their own; and the menu of a narrow screen opens with Enter, as the theme's other
@@ -127,7 +127,45 @@ function makePlayground() {
   show();
 }
 
+// The picture of a run: its page has one step, and data of all (docs/motion.py). It moves unless the reader's system asks
+// for less motion, and a button stops it.
+function moveRun() {
+  const figure = document.getElementById("motion");
+  if (!figure) return;
+  const run = JSON.parse(figure.querySelector("script").textContent);
+  const cells = figure.querySelectorAll(".blocks i");
+  const places = figure.querySelectorAll("li");
+  const button = figure.querySelector("button");
+  let step = run.still;
+  let timer = null;
+  function show() {
+    const { blocks, answers } = run.frames[step];
+    cells.forEach((cell, i) => { cell.dataset.block = blocks[i]; });
+    places.forEach((place, i) => {
+      const request = run.answers[answers[i]] ?? { question: "", answer: [] };
+      place.dataset.block = answers[i] === null ? "b" : answers[i] % run.colours;
+      place.firstElementChild.textContent = request.question;
+      place.querySelector("span").textContent = request.answer.filter(([from]) => from <= step).map(([, text]) => text).join("");
+    });
+    figure.querySelector(".later").setAttribute("x", step + 1);
+    figure.querySelector("span.step").textContent = run.captions[step];
+  }
+  function goOn() {
+    step = (step + 1) % run.frames.length;
+    show();
+  }
+  function turn() {
+    if (timer === null) timer = setInterval(goOn, 150);
+    else timer = clearInterval(timer) ?? null;
+    button.textContent = timer === null ? "Play" : "Pause";
+  }
+  button.hidden = false;
+  button.addEventListener("click", turn);
+  if (!matchMedia("(prefers-reduced-motion: reduce)").matches) turn();
+}
+
 addEventListener("load", makeQuizzes);
+addEventListener("load", moveRun);
 addEventListener("load", makePlayground);
-addEventListener("load", mendPage);
-addEventListener("resize", mendPage);
+// The page changes its size with the window, and when an answer unfolds. It has its new layout when its observer is told.
+addEventListener("load", () => new ResizeObserver(mendPage).observe(document.body));

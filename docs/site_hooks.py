@@ -29,10 +29,12 @@ DEMO = "<!-- the demo -->"
 """Where the front page and the guide's first page link to the demo, a page that only the site has."""
 ESTIMATOR = "<!-- the estimator -->"
 """Where docs/estimator.md has its controls. They need a script, so only the site has them."""
-LISTS = ("api.md", "CHANGELOG.md", "tried.md", "guide/map.md")
+LISTS = ("api.md", "CHANGELOG.md", "tried.md", "guide/map.md", "guide/terms.md")
 """Pages that name everything once. A search finds the page that explains a thing before them."""
 PLAYGROUND = "<!-- the playground -->"
 """Where chapter 7 has sliders for temperature and filters. They need a script, so only the site has them."""
+MOTION = "<!-- the run -->"
+"""Where the front page shows a run in motion."""
 PICTURE = re.compile(r'<img alt="([^"]*)" src="[^"]*engine\.svg"\s*/?>')
 LEXERS = {".py": PythonLexer(), ".json": JsonLexer()}
 """Of the files that become pages, by their suffix."""
@@ -151,17 +153,19 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Put the estimator, the playground and the engine's picture into their pages.
+    """Put the estimator, the playground, the run and the engine's picture into their pages.
 
     mkdocs calls it for every page, after it has made HTML of it.
 
     A heading of a column without words becomes an empty cell: a screen reader would announce a heading without a name.
     """
     from docs.estimator import render_estimator
+    from docs.motion import render_motion
 
     html = re.sub(r"<th([^>]*)></th>", r"<td\1></td>", html)
     html = PICTURE.sub(inline_engine, html)
     html = html.replace(PLAYGROUND, render_playground())
+    html = html.replace(MOTION, render_motion("guide/demo.html")) if MOTION in html else html
     return html.replace(ESTIMATOR, render_estimator()) if ESTIMATOR in html else html
 
 
