@@ -9,7 +9,9 @@
 
 namespace {
 
+// Rows that are cut into pieces have LEAST_PIECE_ROWS in each, at least.
 constexpr int MAX_TILE_ROWS = REGISTER_ROWS, FEW_TILE_ROWS = MAX_TILE_ROWS / 2;
+constexpr int LEAST_PIECE_ROWS = (MAX_TILE_ROWS + 1) / 2;
 static_assert(2 * FEW_TILE_ROWS <= MAX_TILE_ROWS, "few rows x twice the columns must fit the same registers");
 
 // With AVX2's 16 registers the sums of MAX_TILE_ROWS x 32 columns leave too few of them to widen columns, and compilers
@@ -112,7 +114,7 @@ inline void tile(const typename T::left* a, Columns b, int64_t k, float* c, int6
 template <class T, Piece PIECE, int ROWS = MOST_WIDENED<T>>
 inline void tile_of(int64_t rows, int vectors, const typename T::left* a, Columns b, int64_t k, float* c, int64_t ldc,
                     bool add, float* kept = nullptr) {
-    if constexpr (ROWS > 0) {
+    if constexpr (ROWS >= (PIECE == ALL ? 1 : LEAST_PIECE_ROWS)) {
         if (rows != ROWS) return tile_of<T, PIECE, ROWS - 1>(rows, vectors, a, b, k, c, ldc, add, kept);
         if constexpr (ROWS <= FEW_TILE_ROWS && PIECE == ALL)
             if (vectors == 4) return tile<T, ROWS, 4, PIECE>(a, b, k, c, ldc, add, kept);

@@ -9,9 +9,9 @@
 namespace {
 
 // Packs codes [out][in] (two of 4 bits in a byte, the first in the lower half) into packed [panels][chunks][bytes].
-// Columns beyond `out` and inputs beyond `in` get the number 0. The rows are copied to a tile as wide as a cache line,
+// Columns beyond `out` and inputs beyond `in` get the code 0. The rows are copied to a tile as wide as a cache line,
 // because they are often a power of two apart and would compete for the same few cache sets.
-template <class Q> void pack_codes(const uint8_t* codes, uint8_t* packed, int64_t out, int64_t in) {
+template <class Q> void pack_codes(Q q, const uint8_t* codes, uint8_t* packed, int64_t out, int64_t in) {
     constexpr int64_t WIDTH = 64;
     const Quantized m = {nullptr, {}, {}, nullptr, in, out, in, out};
     const int64_t chunks = m.chunks<Q>(), row_bytes = in * Q::BITS / 8, chunk_bytes = Q::INPUTS * Q::BITS / 8;
@@ -21,11 +21,11 @@ template <class Q> void pack_codes(const uint8_t* codes, uint8_t* packed, int64_
             for (int64_t start = 0; start < row_bytes; start += WIDTH) {
                 const int64_t count = std::min(WIDTH, row_bytes - start);
                 for (int64_t c = 0; c < PANEL; ++c) {
-                    std::memset(tile[c], Q::ZERO, WIDTH);
+                    std::memset(tile[c], 0, WIDTH);
                     if (p * PANEL + c < out) std::memcpy(tile[c], codes + (p * PANEL + c) * row_bytes + start, count);
                 }
                 uint8_t* chunk = packed + (p * chunks + start / chunk_bytes) * Q::BYTES;
-                for (int64_t i = 0; i < count; i += chunk_bytes, chunk += Q::BYTES) Q::put(chunk, tile[0] + i, WIDTH);
+                for (int64_t i = 0; i < count; i += chunk_bytes, chunk += Q::BYTES) q.put(chunk, tile[0] + i, WIDTH);
             }
     });
 }
@@ -38,7 +38,7 @@ inline float round_product(float a, float b) {
 }
 
 // Writes the weights of the rows `indices` to y[count][in], rounded to the format P.
-template <class Q> void weight_rows(const Quantized& m, const int32_t* indices, void* y_, int64_t count) {
+template <class Q> void weight_rows(Q q, const Quantized& m, const int32_t* indices, void* y_, int64_t count) {
     using P = typename Q::left;
     share(count, quarter_unless_small(count, count * m.in), [&](Span some) {
         std::vector<float> weights(m.in + LANES);
@@ -52,7 +52,7 @@ template <class Q> void weight_rows(const Quantized& m, const int32_t* indices, 
                 const float minimum = m.minima.values ? m.minima.at(row, part)[column - part] : 0;
                 const float zero = m.zeros ? m.zeros[row * PANEL + column] : 0;
                 for (int64_t i = start; i < std::min(start + m.group, m.in); ++i) {
-                    const float code = Q::code(chunk + i / Q::INPUTS * Q::BYTES, (int)column, (int)(i % Q::INPUTS));
+                    const float code = q.code(chunk + i / Q::INPUTS * Q::BYTES, (int)column, (int)(i % Q::INPUTS));
                     const float scaled = round_product(code - zero, scale);
                     weights[i] = m.minima.values ? scaled - minimum : scaled;
                 }
@@ -64,7 +64,7 @@ template <class Q> void weight_rows(const Quantized& m, const int32_t* indices, 
 }
 
 // Says how many bytes a chunk has, and how many inputs.
-template <class Q> void chunk_sizes(int64_t* sizes) {
+template <class Q> void chunk_sizes(Q, int64_t* sizes) {
     sizes[0] = Q::BYTES;
     sizes[1] = Q::INPUTS;
 }
@@ -76,22 +76,21 @@ enum { INT8 = 0, WHOLE_INT8 = 1, INT6 = 2, INT4 = 3, INT4_FROM_ZERO = 4, INT4_IQ
 // Calls body(format) with a value of the format for left sides of P.
 template <class P, class Body> void with_format(int64_t number, Body body) {
     if (number == INT8) body(Int8<P, false>{});
-    else if (number == WHOLE_INT8) body(Int8<P, true>{});
-    else if (number == INT6) body(std::conditional_t<KEEPS_SIX_BITS<P>, Int6<P>, Int8<P, false>>{});
-    else if (number == INT4) body(Int4<P, SIGNED>{});
-    else if (number == INT4_FROM_ZERO) body(Int4<P, FROM_ZERO>{});
-    else body(Int4<P, IQ4>{});
+    else if (number == WHOLE_INT8) body(Int8<P, LOOKS_UP_LINES<P>>{});
+    else if (number == INT6) body(std::conditional_t<LOOKS_UP_LINES<P>, Int6<P>, Int8<P, false>>{});
+    else if (number == INT4) body(int4<P, SIGNED>());
+    else if (number == INT4_FROM_ZERO) body(int4<P, FROM_ZERO>());
+    else body(int4<P, IQ4>());
 }
 
 }  // namespace
 
 extern "C" {
 
-// Exports the template `name` of a format, for left sides of both types T: see EXPORT_CALL. A kernel takes a matrix as
-// TENSORS and SIZES, of which MATRIX makes a `Quantized`.
-#define EXPORT_CODES(name, arguments, ...)                                                                   \
-    EXPORT_CALL(name, with_format<T>(format, [&](auto chosen) { name<decltype(chosen)> arguments; }), __VA_ARGS__, \
-                int64_t format)
+// Exports the template `name` for the chosen format, and for left sides of both types T: see EXPORT_CALL. A kernel takes a
+// matrix as TENSORS and SIZES, of which MATRIX makes a `Quantized`.
+#define EXPORT_CODES(name, arguments, ...) \
+    EXPORT_CALL(name, with_format<T>(format, [&](auto chosen) { name arguments; }), __VA_ARGS__, int64_t format)
 
 #define MATRIX                                                                                                  \
     {codes, {scales, factors, shared, halves != 0}, {minima, minimum_factors, shared, halves != 0}, zeros, in, out, \
@@ -101,12 +100,14 @@ extern "C" {
         const int8_t *minimum_factors, const float *zeros
 #define SIZES int64_t in, int64_t out, int64_t group, int64_t shared, int64_t halves, int64_t row
 
-EXPORT_CODES(pack_codes, (codes, packed, out, in), const uint8_t* codes, uint8_t* packed, int64_t out, int64_t in)
-EXPORT_CODES(weight_rows, (MATRIX, indices, y, count), TENSORS, const int32_t* indices, void* y, int64_t count, SIZES)
-EXPORT_CODES(linear_codes, (x, MATRIX, bias, y, rows), const void* x, TENSORS, const void* bias, void* y, int64_t rows,
+EXPORT_CODES(pack_codes, (chosen, codes, packed, out, in), const uint8_t* codes, uint8_t* packed, int64_t out,
+             int64_t in)
+EXPORT_CODES(weight_rows, (chosen, MATRIX, indices, y, count), TENSORS, const int32_t* indices, void* y, int64_t count,
              SIZES)
-EXPORT_CODES(grouped_codes, (x, MATRIX, offsets, y, experts), const void* x, TENSORS, const int32_t* offsets, void* y,
-             int64_t experts, SIZES)
-EXPORT_CODES(chunk_sizes, (sizes), int64_t* sizes)
+EXPORT_CODES(linear_codes, (chosen, x, MATRIX, bias, y, rows), const void* x, TENSORS, const void* bias, void* y,
+             int64_t rows, SIZES)
+EXPORT_CODES(grouped_codes, (chosen, x, MATRIX, offsets, y, experts), const void* x, TENSORS, const int32_t* offsets,
+             void* y, int64_t experts, SIZES)
+EXPORT_CODES(chunk_sizes, (chosen, sizes), int64_t* sizes)
 
 }

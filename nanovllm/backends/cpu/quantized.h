@@ -56,12 +56,12 @@ template <class P> constexpr bool IN_PAIRS = PER_STEP<P> == 2 && PARTS == 1;
 template <class P> constexpr bool HAS_GROUP_LOOP = IN_PAIRS<P> || (HAS_NARROW && P::PER_UNIT == 2);
 
 // Makes the right side of one step from whole numbers. All of them are exact in either format.
-template <class Q, class P> inline rf widen_numbers(const uint8_t* chunk, int step, int v) {
+template <class P, class Q> inline rf widen_numbers(const Q& q, const uint8_t* chunk, int step, int v) {
     typedef uint32_t ru __attribute__((vector_size(REGISTER)));
     const int k = step * PER_STEP<P>;
-    const rf first = __builtin_convertvector(Q::numbers(chunk, k, v), rf);
+    const rf first = __builtin_convertvector(q.numbers(chunk, k, v), rf);
     if constexpr (PER_STEP<P> == 1) return first;
-    const rf second = __builtin_convertvector(Q::numbers(chunk, k + 1, v), rf);
+    const rf second = __builtin_convertvector(q.numbers(chunk, k + 1, v), rf);
     return (rf)((ru)second | (ru)first >> 16);  // the lower halves are zero
 }
 
@@ -85,14 +85,15 @@ struct Tables {
 };
 constexpr Tables TABLES;
 
-// The tables of what 4 bits mean: signed numbers, numbers from 0 on, and those of GGUF's IQ4.
-enum Nibbles { SIGNED, FROM_ZERO, IQ4 };
+// The tables of what 4 bits mean: signed numbers, numbers from 0 on, and those of GGUF's IQ4. AVX-512 looks a number up in
+// a register whatever it is, so there all tables share one form, for ANY. Elsewhere each table has loops of its own.
+enum Nibbles { SIGNED, FROM_ZERO, IQ4, ANY };
 struct NibbleTables {
-    int numbers[16] = {};
+    int flip, numbers[16] = {};                       // a stored code is the given one ^ flip
     alignas(32) uint8_t low[32] = {}, high[32] = {};  // of the bfloat16 numbers
     alignas(64) uint16_t bfloat16[32] = {};
     alignas(64) float floats[16] = {};
-    constexpr NibbleTables(Nibbles nibbles) {
+    constexpr NibbleTables(Nibbles nibbles) : flip(nibbles == SIGNED ? 8 : 0) {
         constexpr int OF_IQ4[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
         for (int i = 0; i < 16; ++i)
             numbers[i] = nibbles == IQ4 ? OF_IQ4[i] : nibbles == FROM_ZERO ? i : (i ^ 8) - 8;
@@ -105,24 +106,26 @@ struct NibbleTables {
 };
 template <Nibbles NIBBLES> constexpr NibbleTables NIBBLE_TABLES{NIBBLES};
 
+// Whether the numbers of a line of bytes are looked up, to make pairs of P.
+#ifdef __AVX512VBMI__
+template <class P> constexpr bool LOOKS_UP_LINES = IN_PAIRS<P>;
+#else
+template <class P> constexpr bool LOOKS_UP_LINES = false;
+#endif
+
 // The formats say how a chunk stores codes:
 //     BITS              of a code before it is packed           BYTES, INPUTS, STEPS    of a chunk
-//     ZERO              fills a chunk where there are no inputs
 //     place(column, k)  where a code lies, counted in codes     put     writes a chunk from PANEL rows of codes
 //     right             register v of the columns of a step, in the way that is fastest for so many ROWS
 //     numbers           the same of one input, as whole numbers
 //     code              the number of a single code
 //     HAS_SMALL_GROUPS  whether small groups have a loop of their own
 
-// Bytes from -127 to 127; with WHOLE, -128 too.
+// Bytes from -127 to 127; with WHOLE, -128 too, which differs where lines are looked up.
 template <class P, bool WHOLE> struct Int8 {
     using left = P;
-    static constexpr int BITS = 8, BYTES = LINE, ZERO = 0, INPUTS = BYTES / PANEL, STEPS = INPUTS / PER_STEP<P>;
-#ifdef __AVX512VBMI__
-    static constexpr bool LOOKED_UP = IN_PAIRS<P> && !WHOLE;  // the byte is a sign and the index of a table
-#else
-    static constexpr bool LOOKED_UP = false;
-#endif
+    static constexpr int BITS = 8, BYTES = LINE, INPUTS = BYTES / PANEL, STEPS = INPUTS / PER_STEP<P>;
+    static constexpr bool LOOKED_UP = LOOKS_UP_LINES<P> && !WHOLE;  // the byte is a sign and the index of a table
     static constexpr bool HAS_SMALL_GROUPS = !WHOLE;
     static constexpr int place(int column, int k) {
         if (LOOKED_UP) return column % 16 / 4 * 16 + column / 16 * 8 + column % 4 * 2 + k;  // see _mm512_unpacklo_epi8
@@ -165,7 +168,7 @@ template <class P, bool WHOLE> struct Int8 {
             return (rf)_mm512_cvtne2ps_pbh(second, first);
         }
 #endif
-        return widen_numbers<Int8, P>(chunk, step, v);
+        return widen_numbers<P>(Int8{}, chunk, step, v);
     }
 };
 
@@ -174,7 +177,7 @@ template <class P, bool WHOLE> struct Int8 {
 // bytes; the instruction that looks up 64 bytes leaves them out.
 template <class P> struct Int6 {
     using left = P;
-    static constexpr int BITS = 8, BYTES = 3 * LINE, ZERO = 0, INPUTS = 8, STEPS = INPUTS / 2;
+    static constexpr int BITS = 8, BYTES = 3 * LINE, INPUTS = 8, STEPS = INPUTS / 2;
     static constexpr bool HAS_SMALL_GROUPS = true;
     static constexpr int place(int column, int k) { return Int8<P, false>::place(column, k % 2); }  // in a line
     static inline void put(uint8_t* chunk, const uint8_t* rows, int64_t row) {
@@ -206,10 +209,8 @@ template <class P> struct Int6 {
         return (rf)(v ? _mm512_unpackhi_epi8(low, high) : _mm512_unpacklo_epi8(low, high));
     }
 };
-template <class P> constexpr bool KEEPS_SIX_BITS = IN_PAIRS<P>;
 #else
 template <class P> using Int6 = Int8<P, false>;
-template <class P> constexpr bool KEEPS_SIX_BITS = false;
 #endif
 
 // Numbers of four bits, by one of the tables. A 32-bit lane holds eight numbers of two columns, 16 apart. But with AVX2 a
@@ -223,8 +224,10 @@ template <class P, Nibbles NIBBLES> struct Int4 {
     using left = P;
     static constexpr int BITS = 4, BYTES = LINE, INPUTS = 2 * BYTES / PANEL, STEPS = INPUTS / PER_STEP<P>;
     static constexpr bool HAS_SMALL_GROUPS = true;
-    static constexpr int FLIP = NIBBLES == SIGNED ? 8 : 0, ZERO = FLIP * 17;  // a stored code is the given one ^ FLIP
-    static constexpr const NibbleTables& TABLE = NIBBLE_TABLES<NIBBLES>;
+    const NibbleTables& tables;  // those of NIBBLES
+#ifdef __AVX512F__
+    const rf looked_up = IN_PAIRS<P> ? load<rf>(tables.bfloat16) : load<rf>(tables.floats);
+#endif
 #if defined(__AVX2__) && !defined(__AVX512F__)
     static constexpr bool LOOKED_UP = true;
 #else
@@ -238,17 +241,17 @@ template <class P, Nibbles NIBBLES> struct Int4 {
         const int half = IN_PAIRS<P> ? k % 2 * 4 + k / 2 * 2 : k * 2;
         return column % LANES * 8 + half + column / LANES;
     }
-    static inline void put(uint8_t* chunk, const uint8_t* rows, int64_t row) {
+    inline void put(uint8_t* chunk, const uint8_t* rows, int64_t row) const {
         std::memset(chunk, 0, BYTES);
         for (int c = 0; c < PANEL; ++c)
             for (int k = 0; k < INPUTS; ++k) {
-                const int number = (rows[c * row + k / 2] >> k % 2 * 4 & 15) ^ FLIP, at = place(c, k);
+                const int number = (rows[c * row + k / 2] >> k % 2 * 4 & 15) ^ tables.flip, at = place(c, k);
                 chunk[at / 2] = (uint8_t)(chunk[at / 2] | number << at % 2 * 4);
             }
     }
-    static inline float code(const uint8_t* chunk, int column, int k) {
+    inline float code(const uint8_t* chunk, int column, int k) const {
         const int at = place(column, k);
-        return TABLE.floats[chunk[at / 2] >> at % 2 * 4 & 15];
+        return tables.floats[chunk[at / 2] >> at % 2 * 4 & 15];
     }
     static inline ri numbers(const uint8_t* chunk, int k, int v) {
         return numbers_of(load<ri>(chunk + v % PARTS * REGISTER) << (28 - 4 * (2 * k + v / PARTS)));
@@ -258,7 +261,8 @@ template <class P, Nibbles NIBBLES> struct Int4 {
         typedef uint32_t ru __attribute__((vector_size(REGISTER)));
         if (NIBBLES == SIGNED) return lanes >> 28;
         ri numbers = (ri)((ru)lanes >> 28);
-        for (int lane = 0; NIBBLES == IQ4 && lane < PART_LANES; ++lane) numbers[lane] = TABLE.numbers[numbers[lane]];
+        const int* table = NIBBLE_TABLES<IQ4>.numbers;
+        for (int lane = 0; NIBBLES == IQ4 && lane < PART_LANES; ++lane) numbers[lane] = table[numbers[lane]];
         return numbers;
     }
 #if defined(__AVX2__) && !defined(__AVX512F__)
@@ -281,7 +285,7 @@ template <class P, Nibbles NIBBLES> struct Int4 {
 #endif
     }
 #endif
-    template <int ROWS = MAX_TILE_ROWS> static inline rf right(const uint8_t* chunk, int step, int v) {
+    template <int ROWS = MAX_TILE_ROWS> inline rf right(const uint8_t* chunk, int step, int v) const {
 #ifdef __AVX512F__
         // The instructions look at the lowest bits of an index only.
         const int shift = 4 * (2 * step + v);
@@ -289,11 +293,11 @@ template <class P, Nibbles NIBBLES> struct Int4 {
         if constexpr (IN_PAIRS<P>) {
             typedef uint16_t words __attribute__((vector_size(BYTES)));
             const words index = load<words>(chunk) >> (uint16_t)shift;
-            return (rf)_mm512_permutexvar_epi16((__m512i)index, load<__m512i>(TABLE.bfloat16));
+            return (rf)_mm512_permutexvar_epi16((__m512i)index, (__m512i)looked_up);
         }
 #endif
         const __m512i index = (__m512i)(load<ri>(chunk) >> shift);
-        return (rf)_mm512_permutexvar_ps(index, load<__m512>(TABLE.floats));
+        return (rf)_mm512_permutexvar_ps(index, (__m512)looked_up);
 #elif defined(__AVX2__)
         const __m256i codes = load<__m256i>(chunk + step / 2 * PANEL);
         if (ROWS > 1 && NIBBLES != IQ4) {
@@ -301,15 +305,20 @@ template <class P, Nibbles NIBBLES> struct Int4 {
             return __builtin_convertvector(numbers_of(two << (12 - 8 * (v % 2) - 4 * (step % 2))), rf);
         }
         const __m256i numbers = _mm256_and_si256(step % 2 ? shift_words(codes) : codes, _mm256_set1_epi8(15));
-        const __m256i low = _mm256_shuffle_epi8(load<__m256i>(TABLE.low), numbers);
-        const __m256i high = _mm256_shuffle_epi8(load<__m256i>(TABLE.high), numbers);
+        const __m256i low = _mm256_shuffle_epi8(load<__m256i>(NIBBLE_TABLES<NIBBLES>.low), numbers);
+        const __m256i high = _mm256_shuffle_epi8(load<__m256i>(NIBBLE_TABLES<NIBBLES>.high), numbers);
         const ri two = (ri)(v / 2 ? _mm256_unpackhi_epi8(low, high) : _mm256_unpacklo_epi8(low, high));
         return (rf)(v % 2 ? two & ~0xffff : shift_numbers(two));
 #else
-        return widen_numbers<Int4, P>(chunk, step, v);
+        return widen_numbers<P>(*this, chunk, step, v);
 #endif
     }
 };
+
+// Returns the format of four bits for a table.
+template <class P, Nibbles NIBBLES> inline auto int4() {
+    return Int4<P, REGISTER == LINE ? ANY : NIBBLES>{NIBBLE_TABLES<NIBBLES>};
+}
 
 // Returns a register of float16 numbers as float32.
 ALWAYS_INLINE rf widen_halves(const uint16_t* at) {
@@ -395,8 +404,8 @@ struct Ahead {
 // `panel` bytes apart, or 16 of one panel, from register FROM on. As in `tile`, every sum stays in a register and adds
 // its products in the order of the inputs. With KEEP, it writes the widened columns to `kept`. `c` and `kept` begin with
 // the panel's first column.
-template <class Q, int ROWS, int VECTORS, int FROM, bool KEEP>
-inline void code_tile(const typename Q::left::left* a, const uint8_t* b, int64_t panel, int64_t chunks, float* c,
+template <int ROWS, int VECTORS, int FROM, bool KEEP, class Q>
+inline void code_tile(Q q, const typename Q::left::left* a, const uint8_t* b, int64_t panel, int64_t chunks, float* c,
                       bool add, Ahead ahead, float* __restrict kept) {
     using P = Wide<typename Q::left>;
     constexpr int WIDTH = VECTORS * PARTS, SUMS = ROWS * WIDTH, LDC = std::max(VECTORS * LANES, PANEL);
@@ -414,7 +423,7 @@ inline void code_tile(const typename Q::left::left* a, const uint8_t* b, int64_t
 #pragma GCC unroll 24
             for (int v = 0; v < WIDTH; ++v) {
                 const int at = FROM + v;
-                right[v] = Q::template right<ROWS>(b + i * Q::BYTES + at / REGISTERS * panel, step, at % REGISTERS);
+                right[v] = q.template right<ROWS>(b + i * Q::BYTES + at / REGISTERS * panel, step, at % REGISTERS);
                 if (KEEP) store(kept + (i * Q::STEPS + step) * PANEL + at * PART_LANES, right[v]);
             }
 #pragma GCC unroll 24
@@ -436,18 +445,18 @@ inline int64_t first_code_rows(int64_t rows) {
 }
 
 // Calls the `code_tile` for `rows` <= MOST_CODE_ROWS rows and 1 or, for few rows, 2 panels.
-template <class Q, bool KEEP, int ROWS = MOST_CODE_ROWS>
-inline void code_tile_of(int64_t rows, int64_t panels, const typename Q::left::left* a, const uint8_t* b, int64_t panel,
-                         int64_t chunks, float* c, bool add, Ahead ahead, float* kept = nullptr) {
-    if constexpr (ROWS > 0) {
+template <bool KEEP, int ROWS = MOST_CODE_ROWS, class Q>
+inline void code_tile_of(Q q, int64_t rows, int64_t panels, const typename Q::left::left* a, const uint8_t* b,
+                         int64_t panel, int64_t chunks, float* c, bool add, Ahead ahead, float* kept = nullptr) {
+    if constexpr (ROWS >= (KEEP ? LEAST_PIECE_ROWS : 1)) {
         if (rows != ROWS)
-            return code_tile_of<Q, KEEP, ROWS - 1>(rows, panels, a, b, panel, chunks, c, add, ahead, kept);
+            return code_tile_of<KEEP, ROWS - 1>(q, rows, panels, a, b, panel, chunks, c, add, ahead, kept);
         if constexpr (ROWS <= FEW_TILE_ROWS && !KEEP)
-            if (panels == 2) return code_tile<Q, ROWS, 4, 0, KEEP>(a, b, panel, chunks, c, add, ahead, kept);
+            if (panels == 2) return code_tile<ROWS, 4, 0, KEEP>(q, a, b, panel, chunks, c, add, ahead, kept);
         if constexpr (HAS_NARROW && ROWS >= MAX_TILE_ROWS) {
-            code_tile<Q, ROWS, 1, 0, KEEP>(a, b, panel, chunks, c, add, ahead, kept);
-            code_tile<Q, ROWS, 1, PARTS, KEEP>(a, b, panel, chunks, c, add, ahead, kept);
-        } else code_tile<Q, ROWS, 2, 0, KEEP>(a, b, panel, chunks, c, add, ahead, kept);
+            code_tile<ROWS, 1, 0, KEEP>(q, a, b, panel, chunks, c, add, ahead, kept);
+            code_tile<ROWS, 1, PARTS, KEEP>(q, a, b, panel, chunks, c, add, ahead, kept);
+        } else code_tile<ROWS, 2, 0, KEEP>(q, a, b, panel, chunks, c, add, ahead, kept);
     }
 }
 
@@ -457,7 +466,7 @@ inline void code_tile_of(int64_t rows, int64_t panels, const typename Q::left::l
 // rows, all widened columns are kept for them, and there are at most DEPTH units. Else FEW_KEPT units are kept: those
 // that are multiplied, and those that are widened meanwhile.
 template <class Q, class Left>
-inline void amx_code_tiles(int64_t rows, Left left, const uint8_t* b, int64_t chunks, float* c, bool add,
+inline void amx_code_tiles(Q q, int64_t rows, Left left, const uint8_t* b, int64_t chunks, float* c, bool add,
                            const uint8_t* ahead) {
     alignas(64) uint32_t kept[DEPTH * PANEL];
     constexpr int64_t FEW_KEPT = 4 * AMX_UNITS;  // so few stay in the L1 cache
@@ -469,7 +478,7 @@ inline void amx_code_tiles(int64_t rows, Left left, const uint8_t* b, int64_t ch
             for (int byte = 0; byte < Q::BYTES; byte += LINE) __builtin_prefetch(ahead + i * Q::BYTES + byte, 0, 2);
 #pragma GCC unroll 24
             for (int step = 0; step < Q::STEPS; ++step)
-                for (int v = 0; v < REGISTERS; ++v, to += LANES) store(to, Q::right(b + i * Q::BYTES, step, v));
+                for (int v = 0; v < REGISTERS; ++v, to += LANES) store(to, q.right(b + i * Q::BYTES, step, v));
         }
     };
     amx_block_of(rows, 2, left, LEFT_ROW, right, PANEL, LANES, k, c, PANEL, add, widen);
@@ -484,20 +493,20 @@ inline void amx_code_tiles(int64_t rows, Left left, const uint8_t* b, int64_t ch
 // Does the same for any number of rows, and at most DEPTH steps. Too many rows for one tile are cut into pieces: the
 // first piece keeps the widened columns for the others, and the pieces share the prefetching between them.
 template <class Q>
-inline void code_tiles(int64_t rows, int64_t panels, const typename Q::left::left* a, const uint8_t* b, int64_t panel,
-                       int64_t chunks, float* c, bool add, const uint8_t* ahead) {
+inline void code_tiles(Q q, int64_t rows, int64_t panels, const typename Q::left::left* a, const uint8_t* b,
+                       int64_t panel, int64_t chunks, float* c, bool add, const uint8_t* ahead) {
 #ifdef WITH_AMX
     if constexpr (IN_PAIRS<typename Q::left>)
         if (uses_amx<typename Q::left>())
-            return amx_code_tiles<Q>(rows, [=](int64_t i) { return a + i; }, b, chunks, c, add, ahead);
+            return amx_code_tiles(q, rows, [=](int64_t i) { return a + i; }, b, chunks, c, add, ahead);
 #endif
     if (rows <= MOST_CODE_ROWS)
-        return code_tile_of<Q, false>(rows, panels, a, b, panel, chunks, c, add, {ahead, Q::BYTES});
+        return code_tile_of<false>(q, rows, panels, a, b, panel, chunks, c, add, {ahead, Q::BYTES});
     alignas(64) float kept[DEPTH * PANEL];
     const int64_t widened = first_code_rows(rows), others = rows - widened, steps = chunks * Q::STEPS;
     const int64_t pieces = 1 + (others + MAX_TILE_ROWS - 1) / MAX_TILE_ROWS;
     const int64_t ahead_row = (Q::BYTES / 4 / Q::STEPS + pieces - 1) / pieces;
-    code_tile_of<Q, true>(widened, 1, a, b, panel, chunks, c, add, {ahead, 4 * Q::STEPS * ahead_row}, kept);
+    code_tile_of<true>(q, widened, 1, a, b, panel, chunks, c, add, {ahead, 4 * Q::STEPS * ahead_row}, kept);
     Columns wide = {(const uint32_t*)kept, PANEL, LANES, (const uint32_t*)ahead, ahead_row};
     row_pieces(others, MAX_TILE_ROWS, [&](int64_t first, int64_t count) {
         first += widened;
@@ -507,7 +516,6 @@ inline void code_tiles(int64_t rows, int64_t panels, const typename Q::left::lef
 }
 
 // Adds a group's sums, times the scales, to `totals`; both are [rows][width].
-template <class Q>
 inline void add_group(const Quantized& m, int64_t group, int64_t panel, int64_t panels, int64_t rows, const float* sums,
                       const float* input_sums, float* totals) {
     const int64_t groups = m.groups(), width = panels * PANEL;
@@ -569,8 +577,9 @@ struct KeptLine {
 // Reads a run of a matrix, line by line: `codes` are those of its chunks, and `row` counts the groups of all panels up to
 // its first. With KEEP, it writes to `kept` what it has read.
 template <class Q, bool KEEP> struct ReadRun {
-    static constexpr int STEPS = Q::STEPS, MOST_ROWS = WIDENED_ROWS;
+    static constexpr int STEPS = Q::STEPS, MOST_ROWS = WIDENED_ROWS, TOGETHER = TOTALS_STAY ? MOST_TOGETHER : 1;
     static constexpr int LEAST_ROWS = !KEEP ? 1 : TOTALS_STAY ? LEAST_GROUP_ROWS : WIDENED_ROWS;
+    const Q q;
     const Quantized& m;
     const uint8_t* codes;
     int64_t row;
@@ -581,7 +590,7 @@ template <class Q, bool KEEP> struct ReadRun {
             for (int byte = 0; byte < Q::BYTES; byte += LINE) __builtin_prefetch(at + AHEAD + byte, 0, 2);
         Line line;
 #pragma GCC unroll 24
-        for (int v = 0; v < REGISTERS; ++v) line.values[v] = Q::template right<1>(at, step, v);
+        for (int v = 0; v < REGISTERS; ++v) line.values[v] = q.template right<1>(at, step, v);
         return keep(kept.columns, chunk * STEPS + step, line);
     }
     ALWAYS_INLINE Line scales(int64_t g) const { return keep(kept.scales, g, read(m.scales, row + g)); }
@@ -602,6 +611,7 @@ template <class Q, bool KEEP> struct ReadRun {
 // Reads what was kept.
 struct ReadKept {
     static constexpr int STEPS = 1, MOST_ROWS = MOST_GROUP_ROWS, LEAST_ROWS = LEAST_GROUP_ROWS;
+    static constexpr int TOGETHER = MOST_TOGETHER;
     const Kept& kept;
     ALWAYS_INLINE KeptLine columns(int64_t chunk, int) const { return {kept.columns + chunk * PANEL}; }
     ALWAYS_INLINE KeptLine scales(int64_t g) const { return {kept.scales + g * PANEL}; }
@@ -673,17 +683,24 @@ inline void add_groups_of(int64_t piece, const typename P::left* a, int64_t coun
     if constexpr (ROWS >= Run::LEAST_ROWS) {
         if (piece != ROWS)
             return add_groups_of<P, Run, ROWS - 1>(piece, a, count, chunks, run, input_sums, rows, totals);
-        constexpr int TOGETHER = ROWS == 1 ? MOST_TOGETHER : TOTALS_STAY && ROWS <= 3 ? 2 : 1;
+        constexpr int TOGETHER = ROWS == 1 ? Run::TOGETHER : TOTALS_STAY && ROWS <= 3 ? 2 : 1;
         const int64_t most = count / TOGETHER * TOGETHER;
         add_groups<P, ROWS, TOGETHER>(a, 0, most, chunks, run, input_sums, rows, totals);
         if (most < count) add_groups<P, ROWS, 1>(a, most, count, chunks, run, input_sums, rows, totals);
     }
 }
 
+// Does the same for a run that is kept. It is not inlined: GCC would leave sums of two rows in memory with AVX2.
+template <class P, class Q>
+__attribute__((noinline)) void keep_groups(int64_t piece, const typename P::left* a, int64_t count, int64_t chunks,
+                                           ReadRun<Q, true> run, const float* input_sums, int64_t rows, float* totals) {
+    add_groups_of<P>(piece, a, count, chunks, run, input_sums, rows, totals);
+}
+
 // Computes totals [rows][PANEL] = x times a panel whose groups are small. The first piece of the rows reads a run of the
 // matrix, and keeps what it has widened for the others.
 template <class Q>
-inline void multiply_small_groups(const typename Q::left::left* x, int64_t rows, const Quantized& m, int64_t panel,
+inline void multiply_small_groups(Q q, const typename Q::left::left* x, int64_t rows, const Quantized& m, int64_t panel,
                                   const float* input_sums, float* totals) {
     using P = typename Q::left;
     Kept kept;
@@ -702,8 +719,9 @@ inline void multiply_small_groups(const typename Q::left::left* x, int64_t rows,
             add_groups_of<P>(piece, a + r * LEFT_ROW, count, chunks_each, run, sums ? sums + r : nullptr, rows,
                              totals + r * PANEL);
         };
-        if (widened < rows) multiply(0, widened, ReadRun<Q, true>{m, codes, panel * groups + g, kept}, each);
-        else multiply(0, rows, ReadRun<Q, false>{m, codes, panel * groups + g, kept}, each);
+        const ReadRun<Q, true> keep{q, m, codes, panel * groups + g, kept};
+        if (widened < rows) keep_groups<P>(widened, a, count, each, keep, sums, rows, totals);
+        else multiply(0, rows, ReadRun<Q, false>{q, m, codes, panel * groups + g, kept}, each);
         row_pieces(rows - widened, MOST_GROUP_ROWS, [&](int64_t r, int64_t piece) {
             multiply(widened + r, piece, ReadKept{kept}, each * Q::STEPS);
         });
@@ -713,8 +731,8 @@ inline void multiply_small_groups(const typename Q::left::left* x, int64_t rows,
 // Computes y[rows][columns] = x times `panels` panels from `panel` on, + bias unless that is null. x is in the blocks
 // that put_left makes. input_sums [groups][rows] are the sums of x, if the matrix has zeros or minima.
 template <class Q>
-inline void multiply_codes(const typename Q::left::left* x, const float* input_sums, int64_t rows, const Quantized& m,
-                           int64_t panel, int64_t panels, const typename Q::left::element* bias,
+inline void multiply_codes(Q q, const typename Q::left::left* x, const float* input_sums, int64_t rows,
+                           const Quantized& m, int64_t panel, int64_t panels, const typename Q::left::element* bias,
                            typename Q::left::element* y, int64_t columns) {
     using P = typename Q::left;
     constexpr int64_t DEEP = DEPTH / Q::STEPS;  // chunks of a block
@@ -726,14 +744,14 @@ inline void multiply_codes(const typename Q::left::left* x, const float* input_s
     int64_t i = 0;
     if constexpr (Q::HAS_SMALL_GROUPS && HAS_GROUP_LOOP<P>)
         if (has_small_groups<Q>(m)) {
-            multiply_small_groups<Q>(x, rows, m, panel, input_sums, totals);
+            multiply_small_groups(q, x, rows, m, panel, input_sums, totals);
             i = chunks;
         }
 #ifdef WITH_AMX
     if constexpr (IN_PAIRS<P>)
         if (uses_amx<P>() && rows <= AMX_BLOCK_ROWS && m.group >= m.in) {
-            amx_code_tiles<Q>(rows, left_units(x, rows), first, chunks, sums, false, first + AHEAD);
-            add_group<Q>(m, 0, panel, 1, rows, sums, input_sums, totals);
+            amx_code_tiles(q, rows, left_units(x, rows), first, chunks, sums, false, first + AHEAD);
+            add_group(m, 0, panel, 1, rows, sums, input_sums, totals);
             i = chunks;
         }
 #endif
@@ -745,8 +763,8 @@ inline void multiply_codes(const typename Q::left::left* x, const float* input_s
         // Beyond the end of these panels come the first chunks of the next ones.
         const int64_t bytes = chunks * Q::BYTES, next = i * Q::BYTES + AHEAD;
         const uint8_t *at = first + i * Q::BYTES, *fetched = first + next + (next < bytes ? 0 : (panels - 1) * bytes);
-        code_tiles<Q>(rows, panels, left, at, bytes, end - i, sums, add, fetched);
-        if (end == group_end || end == chunks) add_group<Q>(m, g, panel, panels, rows, sums, input_sums, totals);
+        code_tiles(q, rows, panels, left, at, bytes, end - i, sums, add, fetched);
+        if (end == group_end || end == chunks) add_group(m, g, panel, panels, rows, sums, input_sums, totals);
     }
     float offsets[2 * PANEL] = {};
     if (bias) std::transform(bias, bias + columns, offsets, P::to_float);
@@ -776,7 +794,7 @@ inline void sum_groups(const typename P::element* x, int64_t rows, const Quantiz
 
 // One thread computes the columns of some panels of y[rows][out] = x[rows][in] W^T + bias. See multiply_panels.
 template <class Q>
-void multiply_code_panels(const typename Q::left::element* x, const Quantized& m,
+void multiply_code_panels(Q q, const typename Q::left::element* x, const Quantized& m,
                           const typename Q::left::element* bias, typename Q::left::element* y, int64_t rows,
                           Span panels) {
     using P = typename Q::left;
@@ -798,7 +816,7 @@ void multiply_code_panels(const typename Q::left::element* x, const Quantized& m
         }
         for (int64_t p = panels.begin; p < panels.end; p += together) {
             const int64_t n = std::min(together, panels.end - p), column = p * PANEL;
-            multiply_codes<Q>(rows_left, input_sums.data(), count, m, p, n, bias ? bias + column : nullptr,
+            multiply_codes(q, rows_left, input_sums.data(), count, m, p, n, bias ? bias + column : nullptr,
                               y + first * m.row + column, std::min(n * PANEL, m.out - column));
         }
     });
@@ -807,13 +825,13 @@ void multiply_code_panels(const typename Q::left::element* x, const Quantized& m
 // Computes y[rows][out] = x[rows][in] W^T + bias; rows of y are m.row elements apart. Each thread owns some panels of W.
 // See `linear` for the rows.
 template <class Q>
-void linear_codes(const void* x, const Quantized& m, const void* bias, void* y, int64_t rows) {
+void linear_codes(Q q, const void* x, const Quantized& m, const void* bias, void* y, int64_t rows) {
     using E = typename Q::left::element;
     const int64_t panels = m.panels();
     row_pieces(rows, rows_together<typename Q::left>(m.chunks<Q>() * Q::STEPS), [&](int64_t first, int64_t count) {
         const int64_t piece = count * m.in * m.out > LEAST_SHARED ? (quarter(panels) + 1) / 2 * 2 : panels;
         share(panels, piece, [&](Span some) {
-            multiply_code_panels<Q>((const E*)x + first * m.in, m, (const E*)bias, (E*)y + first * m.row, count, some);
+            multiply_code_panels(q, (const E*)x + first * m.in, m, (const E*)bias, (E*)y + first * m.row, count, some);
         });
     });
 }
@@ -821,7 +839,7 @@ void linear_codes(const void* x, const Quantized& m, const void* bias, void* y, 
 // Computes y[r][out] = x[r][in] W_e^T for every expert e and its rows r from offsets[e] to offsets[e + 1]. `m`
 // describes the first expert's matrix, and the others follow it. See grouped_linear.
 template <class Q>
-void grouped_codes(const void* x, const Quantized& m, const int32_t* offsets, void* y, int64_t experts) {
+void grouped_codes(Q q, const void* x, const Quantized& m, const int32_t* offsets, void* y, int64_t experts) {
     using E = typename Q::left::element;
     const int64_t panels = m.panels();
     std::vector<int32_t> touched;
@@ -834,8 +852,8 @@ void grouped_codes(const void* x, const Quantized& m, const int32_t* offsets, vo
             n = std::min(panels - p, some.end - i);
             Quantized matrix = m;
             matrix.skip<Q>(expert);
-            multiply_code_panels<Q>((const E*)x + first * m.in, matrix, nullptr, (E*)y + first * m.row,
-                                    offsets[expert + 1] - first, {p, p + n, true});
+            multiply_code_panels(q, (const E*)x + first * m.in, matrix, nullptr, (E*)y + first * m.row,
+                                 offsets[expert + 1] - first, {p, p + n, true});
         }
     });
 }
