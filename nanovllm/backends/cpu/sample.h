@@ -266,30 +266,37 @@ inline uint64_t rank_of(float logit, int64_t id) {
 // The reference is `top_logits_reference` in ops/token_logprobs.py.
 template <class T>
 void top_logits(const void* logits_, float* values, int32_t* ids, int64_t rows, int64_t vocab, int64_t k) {
+    constexpr int64_t BLOCK = 4 * LANES;
     share(rows, 1, [&](Span some) {
-        std::vector<uint64_t> found;  // the k highest so far, and some that may be higher than the lowest of these
+        std::vector<float> tops, highest;  // of each block the highest logit; the k highest of these come first
+        std::vector<uint64_t> found;
         for (int64_t r = some.begin; r < some.end; ++r) {
             const auto* logits = (const typename T::element*)logits_ + r * vocab;
             const PaddedRow<T> row(logits, vocab);
-            float lowest = -INFINITY;  // of the k highest when they were last sorted out: later logits must be higher
-            found.clear();
-            const auto sort_out = [&] {
-                std::nth_element(found.begin(), found.begin() + k - 1, found.end(), std::greater<>());
-                found.resize(k);
-                lowest = T::to_float(logits[(uint32_t)~found.back()]);
-            };
-            for (int64_t i = 0; i < vocab; i += 4 * LANES) {
-                vf tops = row.at(i);
-                for (int64_t j = 1; j < 4; ++j) tops = maximum(tops, row.at(i + j * LANES));
-                if ((int64_t)found.size() >= k && !(largest(tops) > lowest)) continue;
-                for (int64_t id = i; id < std::min(vocab, i + 4 * LANES); ++id) {
-                    const float logit = T::to_float(logits[id]);
-                    if ((int64_t)found.size() < k || logit > lowest) found.push_back(rank_of(logit, id));
-                }
-                if ((int64_t)found.size() >= 2 * k) sort_out();
+            tops.clear();
+            for (int64_t i = 0; i < vocab; i += BLOCK) {
+                vf top = row.at(i);
+                for (int64_t j = LANES; j < BLOCK; j += LANES) top = maximum(top, row.at(i + j));
+                const float x = largest(top);
+                tops.push_back(std::isnan(x) ? INFINITY : x);
             }
-            sort_out();
-            std::sort(found.begin(), found.end(), std::greater<>());
+            // Each of the k blocks with the highest tops has a logit that is at least the lowest of these tops. So the
+            // k highest logits are, too.
+            float least = -INFINITY;
+            if ((int64_t)tops.size() >= k) {
+                highest = tops;
+                std::nth_element(highest.begin(), highest.begin() + k - 1, highest.end(), std::greater<>());
+                least = highest[k - 1];
+            }
+            found.clear();
+            for (int64_t i = 0; i < vocab; i += BLOCK) {
+                if (tops[i / BLOCK] < least) continue;
+                for (int64_t id = i; id < std::min(vocab, i + BLOCK); ++id) {
+                    const float logit = T::to_float(logits[id]);
+                    if (!(logit < least)) found.push_back(rank_of(logit, id));
+                }
+            }
+            std::partial_sort(found.begin(), found.begin() + k, found.end(), std::greater<>());
             for (int64_t i = 0; i < k; ++i) {
                 ids[r * k + i] = (int32_t)(uint32_t)~found[i];
                 values[r * k + i] = T::to_float(logits[ids[r * k + i]]);
