@@ -3,12 +3,14 @@
     python scripts/find_leaks.py requests [--count 50000]
     python scripts/find_leaks.py engines [--count 200]
     python scripts/find_leaks.py lines [--count 1000000]
+    python scripts/find_leaks.py arrays [--count 1000000]
     python scripts/find_leaks.py texts [--count 1000000]
 
 `requests` runs so many requests of all kinds through one engine. `engines` makes and closes so many engines: plain
 ones, ones that write a trace, ones that read grammars, and, every eighth, ones of two ranks. `lines` runs one job of so
 many lines: of twenty one is wrong, one asks for a ranking, and the others are completions. A runner without a model
-answers them, as a model would take hours. `texts` runs one job of `nanovllm teach` over such lines.
+answers them, as a model would take hours. `arrays` runs such a job with --top-logprobs-file, and `texts` one of
+`nanovllm teach`.
 
 The first third is a warm-up. From then on all that is counted must stay as it is, and memory may grow by TOLERANCE
 bytes for each request, engine or line: the slope of a line through the samples, by least squares. A growth below STEP
@@ -36,19 +38,22 @@ import numpy as np
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for steps this small, more threads only wait for each other
 
 from nanovllm import LLM, EngineConfig, SamplingParams
-from nanovllm.apps.jobs.job import Job, Status
+from nanovllm.apps.jobs.job import Job, ShardOptions, Status
 from nanovllm.apps.jobs.run import load_llm, run_job
 from nanovllm.apps.teach.run import TeachJob, run_teach_job
 from nanovllm.engine.plan import StepPlan, StepResult
 from nanovllm.engine.token_scores import TokenScores
 
-TOLERANCE = {"requests": 400, "engines": 64 << 10, "lines": 40, "texts": 40}
+TOLERANCE = {"requests": 400, "engines": 64 << 10, "lines": 40, "arrays": 40, "texts": 40}
 """Bytes. A request that is kept has 2,000 bytes or more, an engine some megabytes. A line costs 9 by design."""
 
 STEP = 4 << 20
 """Bytes. The heap grows and shrinks in steps of one to three MiB, so less than this says nothing."""
 
-COUNTS = {"requests": 50_000, "engines": 200, "lines": 1_000_000, "texts": 1_000_000}
+COUNTS = {"requests": 50_000, "engines": 200, "lines": 1_000_000, "arrays": 1_000_000, "texts": 1_000_000}
+
+TOP = 4
+"""How many of the most likely tokens have scores."""
 
 NUM_SAMPLES = 40
 OPTIONS: dict[str, Any] = {
@@ -134,18 +139,24 @@ def run_engines(count: int, folder: Path) -> Generator[tuple[int, Sample], None,
             yield number + 1, take_sample(os.getpid(), folder)
 
 
+def make_zeros(count: int) -> TokenScores:
+    scores = TokenScores.allocate(count, TOP)
+    for values in scores:
+        values.fill(0)
+    return scores
+
+
 class NoModel:
-    """A runner that computes nothing. Every token is 5, and every score 0."""
+    """A runner that computes nothing. Every token is 5, and every score 0; also those of tokens, which few ask for."""
 
     def launch(self, plan: StepPlan, *_: object) -> "NoModel":
         self._tokens = np.full(plan.num_sampled.sum(), 5, np.int32)
-        self._scores = TokenScores.allocate(len(plan.targets), 4)
-        for values in self._scores:
-            values.fill(0)
+        self._scores = make_zeros(len(plan.targets))
         return self
 
     def result(self) -> StepResult:
-        return StepResult(self._tokens, scores=self._scores)
+        logprobs = {i: make_zeros(1) for i in range(len(self._tokens))}
+        return StepResult(self._tokens, logprobs, self._scores)
 
     def reason_to_close(self) -> None:
         return None
@@ -183,10 +194,18 @@ def run_lines(count: int, folder: Path) -> Generator[tuple[int, Sample], None, N
     yield from run_a_job(count, folder, lambda: run_job(job), {"max_tokens": 1, "seed": 0}, "num_generated_tokens")
 
 
+def run_arrays(count: int, folder: Path) -> Generator[tuple[int, Sample], None, None]:
+    """Run a job with arrays beside its results. Its shards lie elsewhere, because their number grows."""
+    with tempfile.TemporaryDirectory(dir=folder.parent) as shards:
+        options = {"shards": ShardOptions(shards, TOP, tokens=3000), "stats": str(folder / "stats.json")}
+        job = Job(str(folder / "in.jsonl"), str(folder / "out.jsonl"), JOB, "tiny-qwen3", **options)
+        yield from run_a_job(count, folder, lambda: run_job(job), {"max_tokens": 1}, "num_generated_tokens")
+
+
 def run_texts(count: int, folder: Path) -> Generator[tuple[int, Sample], None, None]:
     """Run a job of `nanovllm teach`. Its shards lie elsewhere, because their number grows."""
     with tempfile.TemporaryDirectory(dir=folder.parent) as shards:
-        options = {"top": 4, "shard_tokens": 3000, "stats": str(folder / "stats.json")}
+        options = {"top": TOP, "shard_tokens": 3000, "stats": str(folder / "stats.json")}
         job = TeachJob(str(folder / "in.jsonl"), shards, JOB, "tiny-qwen3", **options)
         for num_tokens, sample in run_a_job(count, folder, lambda: run_teach_job(job), {}, "num_prompt_tokens"):
             yield num_tokens // 3, sample
@@ -260,7 +279,14 @@ def main() -> int:
     parser.add_argument("--count", type=int, help=f"how many (default: {COUNTS})")
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin nothing more after so many seconds")
     arguments = parser.parse_args()
-    run = {"requests": run_requests, "engines": run_engines, "lines": run_lines, "texts": run_texts}[arguments.task]
+    runs = {
+        "requests": run_requests,
+        "engines": run_engines,
+        "lines": run_lines,
+        "arrays": run_arrays,
+        "texts": run_texts,
+    }
+    run = runs[arguments.task]
     since = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         tempfile.tempdir = folder

@@ -260,6 +260,7 @@ def test_arrays_that_cannot_be_are_refused(keep_open: LLM, tmp_path: Path, caplo
     refuse("must be a folder", folder=str(source))
     refuse("--replicas", config={"data_parallel_size": 2})
     refuse("needs files", job={"output": "-"})
+    refuse("the manifest of the shards", job={"output": str(tmp_path / "teach")}, folder=str(tmp_path))
     assert run(source, out, keep_open) == Status.OK, "what was refused is no earlier job"
     refuse("options.top_logprobs", top=4)
     refuse("left out with --top-logprobs-file", job={"reuse": [str(out)]})

@@ -15,7 +15,8 @@ pytest.importorskip("llguidance")
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("task", "count"), [("requests", 5_000), ("engines", 60), ("lines", 60_000), ("texts", 60_000)]
+    ("task", "count"),
+    [("requests", 5_000), ("engines", 60), ("lines", 60_000), ("arrays", 30_000), ("texts", 60_000)],
 )
 def test_nothing_grows(task: str, count: int) -> None:
     command = [sys.executable, str(ROOT / "scripts" / "find_leaks.py"), task, "--count", str(count)]

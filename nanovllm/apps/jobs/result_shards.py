@@ -59,9 +59,12 @@ class ResultShards:
             raise refuse(
                 ", ".join(job.reuse), "--reuse", "left out with --top-logprobs-file, as copied answers have no arrays"
             )
+        manifest_of = Path(options.folder) / "teach"
+        if Path(job.output).resolve() == manifest_of.resolve():
+            raise refuse(job.output, "--output", "another path: the manifest of the shards would be its own, too")
         # Without the name of the results another job of the same lines might take away a last shard.
         named = {**identity["options"], "results": Path(job.output).name}
-        self.manifest = Manifest(Path(options.folder) / "teach", {**identity, "options": named}, job.accept_changes)
+        self.manifest = Manifest(manifest_of, {**identity, "options": named}, job.accept_changes)
         self._options = options
         self._shards = Shards(options, self.manifest, source, Span, job.overwrite)
         self._held: list[ResultLine] = []
