@@ -146,6 +146,8 @@ def test_each_option_of_a_question_has_its_own_line_and_the_right_one_is_called_
 ) -> None:
     for chapter in sorted(GUIDE.glob("[0-9]*.md")):
         open_page(browser, f"{address}/guide/{chapter.stem}/")
+        browser.find_element("css selector", "ul.quiz input").send_keys(" ")
+        assert browser.find_element("css selector", "ul.quiz + .said").text, "the keyboard answers, too"
         questions = browser.execute_script(ANSWER)
         assert len(questions) == 3
         for answer, *lines in questions:
