@@ -105,6 +105,18 @@ def test_the_kv_cache_is_what_the_budget_leaves_in_whole_blocks() -> None:
     assert asked.kv_budget == GIB and "the KV cache gets kvcache_memory_bytes" in asked.describe()
 
 
+def test_who_waits_is_counted_in_good_english() -> None:
+    found = estimate(fetch_config("qwen3-0.6b"), EngineConfig("qwen3-0.6b", max_model_len=8192), 8 * GIB)
+    most = int(found.num_sequences)
+    endings = {
+        most: f"It fits: {most} sequences at a time, each as long as it may be.",
+        most + 1: "the other one waits, unless sequences are shorter.",
+        most + 2: "the other 2 wait, or fewer of them if sequences are shorter.",
+    }
+    for asked, ending in endings.items():
+        assert replace(found, config=replace(found.config, max_num_seqs=asked)).describe().endswith(ending)
+
+
 def test_ranks_have_a_gpu_each_and_share_a_cpu() -> None:
     hf_config = fetch_config("qwen3-8b")
     on_gpus = EngineConfig("qwen3-8b", max_model_len=8192, tensor_parallel_size=4)
