@@ -1,4 +1,4 @@
-// Four parts: what helps the keyboard, the questions of the guide, the playground of chapter 7, and the front page's run.
+// Four parts: what helps the keyboard, the questions of the guide, chapter 7's playground, and the front page's run.
 
 // For the keyboard and for screen readers: whatever scrolls sideways can be focused, so that the arrow keys move it; each
 // code block's buttons have a name of their own; and the menu of a narrow screen opens with Enter, as the theme's other
@@ -127,8 +127,8 @@ function makePlayground() {
   show();
 }
 
-// The picture of a run: its page has one step, and data of all (docs/motion.py). It moves unless the reader's system asks
-// for less motion, and a button stops it.
+// The picture of a run: its page has one step, and the data of all (docs/motion.py). It moves unless the reader's system
+// asks for less motion, and a button stops it.
 function moveRun() {
   const figure = document.getElementById("motion");
   if (!figure) return;
@@ -145,7 +145,8 @@ function moveRun() {
       const request = run.answers[answers[i]] ?? { question: "", answer: [] };
       place.dataset.block = answers[i] === null ? "b" : answers[i] % run.colours;
       place.firstElementChild.textContent = request.question;
-      place.querySelector("span").textContent = request.answer.filter(([from]) => from <= step).map(([, text]) => text).join("");
+      const texts = request.answer.filter(([from]) => from <= step).map(([, text]) => text);
+      place.querySelector("span").textContent = texts.join("");
     });
     figure.querySelector(".later").setAttribute("x", step + 1);
     figure.querySelector("span.step").textContent = run.captions[step];
@@ -155,8 +156,12 @@ function moveRun() {
     show();
   }
   function turn() {
-    if (timer === null) timer = setInterval(goOn, 150);
-    else timer = clearInterval(timer) ?? null;
+    if (timer === null) {
+      timer = setInterval(goOn, 150);
+    } else {
+      clearInterval(timer);
+      timer = null;
+    }
     button.textContent = timer === null ? "Play" : "Pause";
   }
   button.hidden = false;
@@ -167,5 +172,5 @@ function moveRun() {
 addEventListener("load", makeQuizzes);
 addEventListener("load", moveRun);
 addEventListener("load", makePlayground);
-// The page changes its size with the window, and when an answer unfolds. It has its new layout when its observer is told.
+// The page changes its size with the window, and when an answer unfolds. Its observer is told after the new layout.
 addEventListener("load", () => new ResizeObserver(mendPage).observe(document.body));
