@@ -540,8 +540,8 @@ inline void add_group(const Quantized& m, int64_t group, int64_t panel, int64_t 
 constexpr bool TOTALS_STAY = !HAS_NARROW;
 constexpr int MOST_GROUP_ROWS = TOTALS_STAY ? FEW_TILE_ROWS : MAX_TILE_ROWS;
 constexpr int WIDENED_ROWS = TOTALS_STAY ? MOST_GROUP_ROWS : 2;
-constexpr int MOST_TOGETHER = TOTALS_STAY ? 4 : 2, MOST_SMALL = 64;  // groups, inputs of a group
-constexpr int64_t RUN = DEPTH / 2;                                   // steps
+constexpr int MOST_TOGETHER = 2, MOST_SMALL = 64;  // groups, inputs of a group
+constexpr int64_t RUN = DEPTH / 2;                 // steps
 
 // Says whether the groups of a matrix are multiplied so.
 template <class Q> inline bool has_small_groups(const Quantized& m) {
@@ -621,7 +621,8 @@ struct ReadKept {
 // Adds the products of ROWS rows and the groups from `begin` to `end` of a run, of `chunks` chunks each, to totals
 // [ROWS][PANEL], in the order of `add_group`. input_sums [groups][rows] begins with the first of these rows; it is null
 // if the matrix has no minima. TOGETHER groups have their sums at the same time: where rows are few, that hides the
-// latency of the multiply-add. `run` is a copy, because compilers read its fields anew after each store otherwise.
+// latency of the multiply-add. With AVX2 widening one row hides it already, and needs the registers. `run` is a copy,
+// because compilers read its fields anew after each store otherwise.
 template <class P, int ROWS, int TOGETHER, class Run>
 ALWAYS_INLINE void add_groups(const typename P::left* a, int64_t begin, int64_t end, int64_t chunks, Run run,
                               const float* input_sums, int64_t rows, float* totals) {
