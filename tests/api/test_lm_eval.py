@@ -180,6 +180,7 @@ def test_requests_with_the_same_context_are_computed_together(ours: "NanoVLLM") 
     assert computed - prompts <= sum(n + 4 * 20 for n in lengths)
 
 
+@pytest.mark.slow
 def test_the_harness_knows_it_by_its_name_and_an_llm_can_be_given(tasks: Path, ours: "NanoVLLM") -> None:
     from nanovllm.lm_eval import NanoVLLM
 

@@ -206,6 +206,7 @@ def test_a_tiny_run_ends_in_one_json_line(tmp_path: Path, capsys: pytest.Capture
     assert {"commit", "command", "machine", "threads", "rates", "cost"} <= document.keys()
 
 
+@pytest.mark.slow
 def test_the_package_alone_measures_with_the_same_presets(warm_python: WarmPython, tmp_path: Path) -> None:
     """As it is found in a wheel: without the project's other folders."""
     (tmp_path / "nanovllm").symlink_to(Path(bench.__file__).parent / "nanovllm")

@@ -196,7 +196,7 @@ CLOSED = "ERROR standard output cannot be written: Bad file descriptor\n"
 @pytest.mark.parametrize(
     ("command", "redirection", "unbuffered", "message"),
     [
-        (ESTIMATE, "> /dev/full", "", FULL),
+        pytest.param(ESTIMATE, "> /dev/full", "", FULL, marks=pytest.mark.slow),
         (PRINT, "> /dev/full", "1", FULL),
         (PRINT, ">&-", "", CLOSED),
         (PRINT, ">&-", "1", CLOSED),

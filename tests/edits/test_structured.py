@@ -73,7 +73,9 @@ def test_the_format_checker_refuses_a_bad_value(name: str) -> None:
         fits({"type": "string", "format": name}, json.dumps(BAD_VALUES[name]))
 
 
-@pytest.mark.parametrize(("load_format", "temperature"), [("auto", 1.5), ("dummy", 0.0)])
+@pytest.mark.parametrize(
+    ("load_format", "temperature"), [("auto", 1.5), pytest.param("dummy", 0.0, marks=pytest.mark.slow)]
+)
 def test_sixty_schemas_and_four_grammars_end_and_fit_in_one_batch(load_format: str, temperature: float) -> None:
     assert len(SCHEMAS) == 60
     others: list[dict[str, Any]] = [{"choice": ["yes", "no"]}, {"regex": "[0-9]{3}"}, {"grammar": 'start: "a"~2..4'}]
@@ -561,6 +563,7 @@ def test_a_line_that_asks_for_it_wrongly_is_an_error(llm: LLM, body: dict[str, A
         prepare_request(read_request_line(Line(1, line)), llm, "tiny-qwen3")
 
 
+@pytest.mark.slow
 def test_the_example_makes_records(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     path = ROOT / "examples" / "extract.py"
     monkeypatch.setattr(sys, "argv", [str(path), "tiny-qwen3", "3"])

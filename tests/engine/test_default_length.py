@@ -163,6 +163,7 @@ def test_a_chats_line_without_max_tokens_keeps_its_limit(tmp_path: Path, caplog:
         assert prepare(llm, "a" * 5000).max_len == 5100
 
 
+@pytest.mark.slow
 def test_tables_of_positions_are_as_long_as_the_model(long_model: Path) -> None:
     """A prompt beyond 4,096 tokens gets the log-probabilities that an engine for exactly that length gives it."""
     prompt = torch.arange(4500).remainder(400).tolist()

@@ -316,7 +316,13 @@ CROWDED = TINY | {"num_kvcache_blocks": 12, "max_num_seqs": 4, "max_num_batched_
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
 
 
-@pytest.mark.parametrize("more", [{}, {"speculative_config": NGRAM}], ids=["preempted", "with drafts"])
+@pytest.mark.parametrize(
+    "more",
+    [
+        pytest.param({}, id="preempted"),
+        pytest.param({"speculative_config": NGRAM}, id="with drafts", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.usefixtures("kernels")
 def test_every_bit_is_that_of_the_given_order(more):
     draw = random.Random(1)

@@ -381,7 +381,7 @@ USES: dict[str, dict[str, Any]] = {
     },
     "the C++ kernels": {"attention_backend": "cpu"},
 }
-SHORT = ("chunks and preemption", "a draft model in GGUF", "the C++ kernels")
+SHORT = ("a draft model in GGUF", "the C++ kernels")
 
 
 @pytest.mark.parametrize("use", [pytest.param(use, marks=[] if use in SHORT else [pytest.mark.slow]) for use in USES])

@@ -87,6 +87,7 @@ def test_lines_get_what_an_engine_with_their_adapter_says(
     assert fewest <= len(changes) <= most
 
 
+@pytest.mark.slow
 def test_a_job_resumes_and_refuses_an_adapter_whose_content_has_changed(
     adapters: Path, expected: dict[str, str], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -124,6 +125,7 @@ def test_a_job_resumes_and_refuses_an_adapter_whose_content_has_changed(
     assert "adapters." in json.loads((tmp_path / "out.job.json").read_text())["changes"][0]["differences"][0]
 
 
+@pytest.mark.slow
 def test_an_adapter_that_goes_while_a_resumed_job_runs_stops_the_job(
     adapters: Path, expected: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

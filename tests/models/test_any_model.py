@@ -51,6 +51,8 @@ KINDS = {
 """An architecture of each kind."""
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+QUICK = ("awq", "gptq desc_act", "packed with zeros", "int8 w8a8", "fp8 blocks", "fp8 rows")
+"""Checkpoints of each kind. The others are slow tests."""
 
 
 def generate(llm: LLM) -> list[list[int]]:
@@ -457,7 +459,9 @@ def test_int8_says_the_same_in_torch_and_in_cpp(saved: tuple[str, Path, Any]) ->
     assert said[0] == said[1]
 
 
-@pytest.mark.parametrize("name", CHECKPOINTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in CHECKPOINTS]
+)
 def test_a_quantised_checkpoint_says_what_its_values_mean(name: str, tmp_path: Path) -> None:
     save_any(tmp_path / "model", "OlmoeForCausalLM")
     quantised, means = save_quantised(tmp_path / "model", tmp_path, *CHECKPOINTS[name])
